@@ -49,6 +49,15 @@ def pytest_configure(config):
             speed_up_interpreter()
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside pytest's changes of logging and warnings
+def pytest_collection():
+    """Start the server of processes, which shares all imports, if a module of tests uses it."""
+    result = yield
+    if "support.forked" in sys.modules:
+        sys.modules["support.forked"].start_server()
+    return result
+
+
 @pytest.hookimpl(trylast=True)  # after tests are deselected
 def pytest_collection_modifyitems(config, items):
     """Order the tests for the workers of pytest-xdist, if there are any."""

@@ -90,7 +90,9 @@ def test_the_9_km_recipe_trains_and_logs_its_memory_estimate(application, withou
 
 
 @pytest.mark.parametrize("phase", ["__init__", "training_step"])
-def test_a_gpu_that_is_too_small_ends_with_one_sentence_and_advice(refusal, monkeypatch, phase):
+def test_a_gpu_that_is_too_small_ends_with_one_sentence_and_advice(
+    refusal, monkeypatch, only_train, phase
+):
     def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 13.50 GiB.")
 
@@ -104,7 +106,9 @@ def test_a_gpu_that_is_too_small_ends_with_one_sentence_and_advice(refusal, monk
 
 
 @pytest.mark.parametrize("allocate", [torch.empty, np.empty], ids=["torch", "numpy"])
-def test_a_host_that_is_too_small_ends_with_one_sentence_and_advice(refusal, monkeypatch, allocate):
+def test_a_host_that_is_too_small_ends_with_one_sentence_and_advice(
+    refusal, monkeypatch, only_train, allocate
+):
     monkeypatch.setattr(TrainingStep, "training_step", lambda *_: allocate(2**55))
     message = "anemoi_gt.train: out of memory of the host: set model.mapper_chunks=32"
     assert refusal(*TINY_9_KM) == message
@@ -168,7 +172,7 @@ def test_a_backend_that_cannot_run_is_refused_with_its_reason_before_training(
         ),
     ],
 )
-def test_a_wrong_value_is_one_sentence(refusal, argument, message):
+def test_a_wrong_value_is_one_sentence(refusal, only_train, argument, message):
     options = argument.split(" ")
     if not options[0].startswith(("data=", "~")):
         options = [*SMALL, *options]

@@ -17,8 +17,8 @@ from .conftest import SMALL, assert_same, without_speed
 
 pytestmark = pytest.mark.process
 
-STEPS = 30
-VALID_EVERY = 10
+STEPS = 24
+VALID_EVERY = 8
 RUN = [
     *(*SMALL, "model.channels=8", "model.dropout=0.1", f"training.steps={STEPS}"),
     *(
@@ -74,14 +74,14 @@ def terminated(tmp_path_factory):
     folder = tmp_path_factory.mktemp("terminated") / "run"
     process = start(folder)
     # one record for each step, and one of the validation
-    send(process, signal.SIGTERM, folder, after=VALID_EVERY + 5 + 1)
+    send(process, signal.SIGTERM, folder, after=VALID_EVERY + 3 + 1)
     return folder, *finish(process)
 
 
 def test_a_terminated_run_saves_and_prints_how_to_continue(terminated):
     folder, status, sentence = terminated
     step = load_checkpoint(folder / "last.pt")["step"]
-    assert VALID_EVERY + 5 <= step < STEPS
+    assert VALID_EVERY + 3 <= step < STEPS
     # nothing that was done is lost
     assert step == max(record["step"] for record in records(folder))
     assert status == 128 + signal.SIGTERM
@@ -158,7 +158,7 @@ def test_a_second_start_in_the_folder_of_a_run_is_refused_and_touches_nothing(
 ):
     folder = tmp_path / "run"
     process = start(folder)
-    send(process, signal.SIGSTOP, folder, after=VALID_EVERY + 5)
+    send(process, signal.SIGSTOP, folder, after=VALID_EVERY + 3)
     before = {path: path.read_bytes() for path in folder.rglob("*.*") if path.is_file()}
     status, sentence = finish(start(folder, f"resume={resume}"))
     owner = f"process {process.pid} on {os.uname().nodename}, started "
@@ -213,7 +213,7 @@ def test_a_signal_that_also_ends_the_compiler_is_a_stop(tmp_path, number):
 def test_a_killed_run_continues_from_the_last_checkpoint_to_the_same_bits(whole, tmp_path):
     folder = tmp_path / "run"
     process = start(folder)
-    send(process, signal.SIGKILL, folder, after=VALID_EVERY + 5)
+    send(process, signal.SIGKILL, folder, after=VALID_EVERY + 3)
     assert process.finish(DEADLINE)[0] == -signal.SIGKILL
     assert (
         load_checkpoint(folder / "last.pt")["step"]

@@ -45,6 +45,7 @@ def trained(
     attention = KernelConfig(backend="triton" if on_gpu else "torch")
     cuda_graph = None if captured is None else captured and on_gpu
     options = {"compile": compiled, "cuda_graph": cuda_graph, "precision": precision}
+    options |= {"steps": 2, "valid_every": 2}  # the second step reads what the first one changed
     # Matrix products in 16 bits are slow on a CPU, which therefore gets narrow layers.
     channels = 64 if on_gpu else 16
     sizes = {"channels": channels, "dropout": dropout, "config": attention, "mapper_chunks": chunks}
@@ -121,30 +122,25 @@ def compiled_steps_agree_with_uncaptured_ones_to_rounding(group, verdict):
             return
         cases = product((1, 2), (False, True))  # chunks, divided
         if device_type() == "cpu":
-            cases = ((2, False), (1, True))  # all ranks compile on the same cores
+            cases = ((2, True),)  # all ranks compile on the same cores
         for chunks, divided in cases:
             options["chunks"] = chunks
             eager = trained(folder, mesh, compiled=False, **options)
             compiled = trained(folder, mesh, compiled=True, divided=divided, **options)
-            same_sums = not divided and device_type() == "cpu"
             label = f"{chunks} chunks, divided {divided}"
-            close_results(verdict, label, compiled, eager, same_sums=same_sums)
+            close_results(verdict, label, compiled, eager)
 
 
-def close_results(verdict, label, compiled, eager, *, same_sums):
-    """Compare losses and weights of compiled steps with those of eager ones, which may sum in the same order."""
+def close_results(verdict, label, compiled, eager):
+    """Compare losses and weights of compiled steps with those of eager ones."""
     same_losses(verdict, label, compiled[0], eager[0])
+    # Inductor's kernels, and sums of parts, round otherwise. AdamW divides by the size of a
+    # gradient, so a weight whose gradient is little more than rounding may move elsewhere; all
+    # weights together do not.
     _, expected, first = eager
-    if not same_sums:
-        # Inductor's kernels, and sums of parts, round otherwise. AdamW divides by the size of a
-        # gradient, so a weight whose gradient is little more than rounding may move elsewhere; all
-        # weights together do not.
-        moved = distance(expected, first)
-        apart = distance(compiled[1], expected)
-        verdict.that(apart < 0.01 * moved, f"{label}: weights moved by {moved}, {apart} apart")
-        return
-    for n, (actual, weight) in enumerate(zip(compiled[1], expected, strict=True)):
-        verdict.close(f"{label}: parameter {n}", actual, weight)
+    moved = distance(expected, first)
+    apart = distance(compiled[1], expected)
+    verdict.that(apart < 0.01 * moved, f"{label}: weights moved by {moved}, {apart} apart")
 
 
 def distance(weights, others):

@@ -81,14 +81,17 @@ def make_parts(folder, model_options=None, **numbers):
     return model.to(device_type()), splits, config, folder, {"name": "test"}
 
 
-def make_sharded(mesh, model, *parts, group=None, divided=False):
-    """Return a sharded trainer of these parts, by default with a group of all ranks, and the shard of its model."""
+def make_sharded(mesh, model, *parts, group=None, divided=False, foreach=True):
+    """Return a sharded trainer of these parts, by default with a group of all ranks, and the shard of its model.
+
+    `foreach` is the default on GPUs. On a CPU PyTorch takes a second to plan it for divided parameters.
+    """
     shard = shard_model(model, mesh)
     group = group or dist.new_group(backend="gloo")
     options = {"mesh": mesh, "group": group, "divide_parameters": divided}
     trainer = make_sharded_trainer(model, shard, *parts, **options)
     for parameters in trainer.step.optimizer.param_groups:
-        parameters["foreach"] = True  # the default on GPUs
+        parameters["foreach"] = foreach
     return trainer, shard
 
 
@@ -119,7 +122,8 @@ def a_sharded_trainer_has_the_losses_of_one_device_and_resumes_on_other_meshes(g
         world = dist.get_world_size()
         expected = losses_of_one_device() if is_first() else []
         shared = shared_folder(group)
-        half, _ = make_sharded(mesh_of(1, world), *make_parts(shared), divided=True)
+        mesh = mesh_of(1, world)
+        half, _ = make_sharded(mesh, *make_parts(shared), divided=True, foreach=False)
         # Stop after 2 of 4 steps; the learning rate schedule still has 4.
         half.config = replace(half.config, steps=2)
         half.batches.steps = 2
@@ -133,7 +137,10 @@ def a_sharded_trainer_has_the_losses_of_one_device_and_resumes_on_other_meshes(g
                     # as if killed between the two renames
                     (folder / "last").rename(folder / "last.former")
             dist.barrier()
-            trainer, shard = make_sharded(mesh_of(*shape), *make_parts(folder), divided=divided)
+            options = {"divided": divided, "foreach": False}
+            trainer, shard = make_sharded(mesh_of(*shape), *make_parts(folder), **options)
+            if shape[1] == 2:
+                trainer._save_checkpoint = lambda *_: None  # the others show what is saved
             losses = losses_of(fit_sharded(trainer, shard, resume=True))
             same_losses(verdict, f"resumed on {shape}", losses, expected)
         if is_first():

@@ -20,7 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.forked import Program
-from support.interpreter import patch_interpreter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -223,8 +222,6 @@ def main(folder, *modules):
     if ON_GPU:
         torch.cuda.set_device(device)
         torch.set_default_device(device)
-    else:
-        patch_interpreter()
     timeout = timedelta(seconds=TIMEOUT)
     if ON_GPU:
         dist.init_process_group("nccl", timeout=timeout, device_id=device)

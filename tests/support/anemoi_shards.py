@@ -40,7 +40,6 @@ from support.anemoi_model import (
 )
 from support.frames import call_in_one_chunk
 from support.garbage import collect_seldom
-from support.interpreter import patch_interpreter
 from support.plans import new_plans
 from support.releases import TORCH
 from support.weather import KINDS, weather_graph
@@ -63,7 +62,9 @@ class Case:
     keep_sharded: bool = True
     options: dict = field(default_factory=dict, hash=False)
     install: dict = field(default_factory=dict, hash=False)
-    compiled: str = ""  # "blocks", or "components": encoder, processor and decoder
+    compiled: str = (
+        ""  # "blocks", one of each kind, or "components": encoder, processor and decoder
+    )
     has_dynamic_sizes: bool = False  # in compiled code, after a batch of another size
     counted: bool = False
     fused: bool = False  # fused blocks, in float32
@@ -231,7 +232,7 @@ def make_model(graph_name, family, is_ensemble, options, compiled, has_dynamic_s
     mappers = [*model.encoder.values(), *model.decoder.values()]
     parts = {
         "": [],
-        "blocks": [*(mapper.proc for mapper in mappers), *model.processor.proc],
+        "blocks": [mappers[0].proc, model.processor.proc[0]],
         "components": [*mappers, model.processor],
     }
     is_one_graph = compiled == "blocks" or TRACES_SHARD_INFO
@@ -396,6 +397,11 @@ def run_case(case, group, index, everyone):
         model = divide(model, group)
     counts = []
     blocks = {"backend": "triton", "fusion": "sublayers"} if case.fused else {"backend": "torch"}
+    # One rank compiles, and the others, which would take as long, exchange rows with it eagerly. Of
+    # several exchanges in one compiled part, as of chunks, the order in a recomputation is another.
+    has_one_exchange = case.compiled == "blocks" or case.options.get("mapper_chunks") == 1
+    is_eager = has_one_exchange and dist.get_rank() > 0
+    torch.compiler.set_stance("force_eager" if is_eager else "default")
     convs = [module.conv for module in model.modules() if hasattr(module, "conv")]
     hooks = []
     if case.has_hooks and dist.get_rank() == 0:
@@ -475,7 +481,6 @@ def work(rank, folder, names):
 
 
 if __name__ == "__main__":
-    patch_interpreter()
     folder, *names = sys.argv[1:]
     for name in names:
         model_of(CASES[name])

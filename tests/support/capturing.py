@@ -7,6 +7,8 @@ from unittest.mock import patch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+compile_module = nn.Module.compile
+
 
 def capture_in_place(function):
     """Imitate `capture_cuda_graph`: warm up, capture without results, and replay into the memory of the capture."""
@@ -32,12 +34,11 @@ def written(outputs):
 
 
 @contextmanager
-def without_inductor():
-    """Let `nn.Module.compile` use `aot_eager`, without options: Inductor takes a minute."""
-    original = nn.Module.compile
+def without_inductor(backend="aot_eager"):
+    """Let `nn.Module.compile` use another backend, without options: Inductor takes a minute."""
 
     def compile_without(module, *, options=None, **arguments):
-        original(module, backend="aot_eager", **arguments)
+        compile_module(module, backend=backend, **arguments)
 
     with patch.object(nn.Module, "compile", compile_without):
         yield

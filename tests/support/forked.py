@@ -1,15 +1,19 @@
-"""Python programs in separate processes, forked from a server with the imports, which take seconds.
+"""Python programs in separate processes, forked from a server that has imported what they import.
 
-Under `python -m torch.distributed.run` the ranks are forks, too; all else is torchrun's. A run of
-the application writes an empty file instead of its forecast plot. With a GPU, programs are spawned
-and torchrun starts the ranks, because CUDA cannot be used in a fork of a process that has
-initialised it.
+The server is a fork of this process, after it has imported the tests and before it runs one: imports
+take seconds. Under `python -m torch.distributed.run` the ranks are forks, too; all else is
+torchrun's. A run of the application writes an empty file instead of its forecast plot, and no estimate
+of memory. With a GPU, programs are spawned and torchrun starts the ranks, because CUDA cannot be used
+in a fork of a process that has initialised it.
 """
 
+import logging
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,16 +26,18 @@ from unittest.mock import patch
 
 import hydra  # noqa: F401
 import matplotlib.pyplot  # noqa: F401
+import scipy.spatial  # noqa: F401
 import torch
-import torch._dynamo
+import torch._dynamo.backends.debugging
+import torch._inductor.compile_fx
 import torch.distributed.run
 import torch_geometric.data  # noqa: F401
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from tqdm import tqdm
 
-import anemoi_gt.app.train_command  # noqa: F401
 import support.applications  # noqa: F401
-from anemoi_gt.app import evaluate_command as evaluate
+from anemoi_gt.app import evaluate_command, train_command
 from support.frames import call_in_one_chunk
 from support.garbage import collect_seldom
 
@@ -42,12 +48,29 @@ FORK = multiprocessing.get_context("fork")
 
 @cache
 def start_server():
-    """Start the server, if any; before Python 3.13 it does not inherit the path of this process."""
-    if HAS_GPU:
-        return
-    PROCESSES.set_forkserver_preload([__name__])
-    with patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(sys.path)}):
-        multiprocessing.forkserver.ensure_running()
+    """Start the server, if any, in a fork of this process."""
+    if not HAS_GPU:
+        tqdm.get_lock()  # would register a semaphore in each process, which leaves it
+        multiprocessing.resource_tracker.ensure_running()  # a process of its own
+        with patch("multiprocessing.util.spawnv_passfds", fork_server):
+            multiprocessing.forkserver.ensure_running()
+
+
+def fork_server(_, command, files):
+    """Replace `spawnv_passfds`: run the code of a Python command in a fork that has these open files."""
+    pid = os.fork()
+    if pid == 0:
+        # Other files, among them pytest's, lead nowhere: if they were closed, objects that are
+        # inherited with them would write to files that get their numbers.
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in set(map(int, os.listdir("/proc/self/fd"))) - set(files):
+            os.dup2(null, number)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        try:
+            exec(command[-1])
+        finally:
+            os._exit(0)
+    return pid
 
 
 class Program(PROCESSES.Process):
@@ -65,10 +88,18 @@ class Program(PROCESSES.Process):
     def run(self):
         """Run the program in the new process."""
         stdout, stderr = self.files
+        # instead of pytest's, which the server has inherited
         os.dup2(os.open(stdout, os.O_WRONLY), 1)
         os.dup2(os.open(stderr, os.O_WRONLY), 2)
-        sys.stdout.reconfigure(line_buffering=True)
-        sys.stderr.reconfigure(line_buffering=True)
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+        for name in (None, *logging.root.manager.loggerDict):
+            logger = logging.getLogger(name)
+            for handler in logger.handlers[:]:
+                if type(handler) is logging.StreamHandler:
+                    handler.setStream(sys.stderr)
+                else:
+                    logger.removeHandler(handler)
         collect_seldom()
         os.chdir(self.folder)
         arguments, environment = self._args
@@ -78,7 +109,8 @@ class Program(PROCESSES.Process):
             SubprocessHandler._popen = fork_rank
         # torchrun walks all loaded modules for the name of each method that it records, which is slow
         dynamic_rendezvous.get_method_name = lambda depth=2: "forked"
-        evaluate.draw_training_plot = lambda path, *_: path.touch()
+        evaluate_command.draw_training_plot = lambda path, *_: path.touch()
+        train_command.estimate_memory = lambda *_: None
         call_in_one_chunk(run_python, arguments=arguments)
 
     def finish(self, timeout):

@@ -21,7 +21,7 @@ from ..conftest import assert_same
 pytestmark = pytest.mark.compiled
 
 CPU = torch.device("cpu")
-STEPS = 4
+STEPS = 2
 MOVES = "reorder_for_compute_comm_overlap"  # an option of Inductor
 
 
@@ -35,10 +35,11 @@ def in_seconds():
 
 @pytest.fixture
 def compiled_graphs():
-    """Return how many were compiled since the last call, at first in this test."""
+    """Return how many were traced since the last call, at first in this test; AOT would double the time."""
     torch.compiler.reset()
     counters.clear()
-    return lambda: counters.pop("stats", {}).get("unique_graphs", 0)
+    with without_inductor("eager"):
+        yield lambda: counters.pop("stats", {}).get("unique_graphs", 0)
 
 
 @pytest.fixture
@@ -145,7 +146,7 @@ def test_layers_of_a_kind_share_compiled_code(make_step, splits, compiled_graphs
 
 
 def test_chunks_of_a_mapper_share_compiled_code(make_step, splits, compiled_graphs):
-    options = {"mapper_chunks": 3, "checkpoint_groups": 1, "dropout": 0.0}
+    options = {"mapper_chunks": 2, "checkpoint_groups": 1, "dropout": 0.0}
     compiled = make_step(compile=True, **options)
     eager = make_step(compile=False, **options)
     loss = compiled.training_step(next(batches_of(splits)))

@@ -207,7 +207,7 @@ def test_a_cpu_launches_by_default_and_logs_nothing_of_it(make_trainer, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("precision", AUTOCAST)
+@pytest.mark.parametrize("precision", AUTOCAST if torch.cuda.is_available() else ["32-true"])
 def test_the_default_has_the_bits_of_eager_steps(make_trainer, precision, kernel_device):
     """The default replays on a GPU, and launches on a CPU."""
     options = {"device": kernel_device.type, "precision": precision, "batch_size": 3}

@@ -112,7 +112,7 @@ def test_a_cuda_graph_that_is_switched_off_or_on_at_a_stop_changes_no_bit(traine
 
 
 def test_compilation_that_is_switched_off_at_a_stop_changes_only_rounding(trainer):
-    with without_inductor():
+    with without_inductor("eager"):
         records, compiled = fit(trainer("whole")), trainer("run", compile=True)
         stop(compiled)
     losses = [

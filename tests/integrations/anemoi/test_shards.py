@@ -1,8 +1,5 @@
 """Anemoi's models on several ranks with our halo exchange compute what Anemoi computes on one."""
 
-import os
-import subprocess
-import sys
 from functools import cache, partial
 from pathlib import Path
 
@@ -14,6 +11,7 @@ from anemoi.models.layers.block import BaseBlock
 from support import anemoi_shards
 from support.anemoi_model import build, draw, make_family_options, make_options
 from support.anemoi_shards import CASES, LAYERS
+from support.forked import Program
 from support.nightly import nightly
 from support.once import compute_once
 from support.same_numbers import assert_same_numbers
@@ -38,10 +36,9 @@ NAMES = [*(name for name in CASES if name not in NIGHTLY), "conditioned", *night
 
 def run_ranks(folder, names):
     """Run cases on ranks, which write files into the folder; return it."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, anemoi_shards.__file__, str(folder), *names]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr[-3000:]
+    process = Program(anemoi_shards.__file__, folder, *names, folder=folder)
+    status, _, error = process.finish(timeout=300)
+    assert status == 0, error[-3000:]
     return str(folder)
 
 
