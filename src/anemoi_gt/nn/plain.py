@@ -190,6 +190,7 @@ def why_not_plain(*asked: Asked) -> Refusal | None:
     names, modules, wanted = zip(*asked, strict=True)
     classes = _of_classes(tuple(map(type, modules)))
     skips_call = False
+    is_traced = torch.compiler.is_compiling()
     for name, module, roles, (role, answer) in zip(names, modules, wanted, classes, strict=True):
         if role not in roles:
             return permanent(_other_role(name, module, roles))
@@ -210,8 +211,12 @@ def why_not_plain(*asked: Asked) -> Refusal | None:
                 return permanent(f"{_subject(name)} is a {kind}, which overrides {function}")
         if skips_its_call:
             skips_call = True
-            hooks = [attributes[registry] for registry in MODULE_HOOKS]
-            if any(hooks) and not _has_only_own_hooks(module):
+            if (
+                attributes["_forward_hooks"]
+                or attributes["_forward_pre_hooks"]
+                or attributes["_backward_hooks"]
+                or attributes["_backward_pre_hooks"]
+            ) and not _has_only_own_hooks(module):
                 return transient(f"{_subject(name)} has hooks, which would be skipped")
         if row is None:
             continue
@@ -227,11 +232,20 @@ def why_not_plain(*asked: Asked) -> Refusal | None:
         refusal = why_not_plain((child_name, module._modules.get(AGGREGATION), (SUM,)))
         if refusal is not None:
             return refusal
-    if skips_call and has_global_hooks():
+    may_have_global_hooks = (
+        torch_module._global_forward_hooks
+        or torch_module._global_forward_pre_hooks
+        or torch_module._global_backward_hooks
+        or torch_module._global_backward_pre_hooks
+        # it makes no guard for whether a registry is empty, but for a loop over it (torch 2.13)
+        or is_traced
+    )
+    if skips_call and may_have_global_hooks and has_global_hooks():
         return transient("hooks are registered for all modules, which would be skipped")
-    mode = function_modes()
-    if mode:
-        return transient(f"the mode {mode} is active, which may change what functions return")
+    if is_traced or num_function_modes():
+        mode = function_modes()
+        if mode:
+            return transient(f"the mode {mode} is active, which may change what functions return")
     return None
 
 
@@ -678,10 +692,7 @@ def _as_subclass(kind: type, base: type, recognised: Recognised) -> Recognised:
 
 
 def has_global_hooks() -> bool:
-    """Return whether foreign global module hooks exist; this library's only observe.
-
-    torch.compile makes guards for the loops, but none for whether a registry is empty (2.13).
-    """
+    """Return whether foreign global module hooks exist; this library's only observe."""
     registries = (
         torch_module._global_forward_hooks,
         torch_module._global_forward_pre_hooks,
