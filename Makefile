@@ -13,8 +13,8 @@
 PYTHON ?= python3
 ERA5_PATH ?=
 CORES := $(shell nproc 2>/dev/null || echo 2)
-# Two more than cores: tests wait for processes that they start.
-WORKERS ?= $(shell echo $$(( $(CORES) + 2 )))
+# One more than cores: tests wait for processes that they start. With two more, all take longer.
+WORKERS ?= $(shell echo $$(( $(CORES) + 1 )))
 
 BIN := .venv/bin
 INSTALL := bin/python -m pip install --quiet --disable-pip-version-check
