@@ -154,7 +154,7 @@ def replace_gelu(monkeypatch, gelu):
     """Let `install` replace nothing but the function GELU."""
 
     @contextmanager
-    def install(*, fusion="auto", keep_hidden=True):
+    def install(*, fusion="auto", keep_hidden=True, replay=True):
         with monkeypatch.context() as patch:
             patch.setattr(torch.nn.GELU, "forward", gelu)
             yield
