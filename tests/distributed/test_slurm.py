@@ -58,7 +58,7 @@ def start(tmp_path):
         r"data=\S+ data.path=FILE sharding=edges sharding.model=8 hydra.run.dir=runs/uk",
         " ".join(
             [
-                *ARGUMENTS,
+                *(argument for argument in ARGUMENTS if "training.steps" not in argument),
                 f"training.steps={STEPS}",
                 "sharding=edges",
                 "sharding.model=2",
