@@ -265,7 +265,7 @@ def modules_alone_decide() -> bool:
 
 
 class Namespaces(NamedTuple):
-    """What classes and the functions they call are looked up in."""
+    """Namespaces of classes, and of the functions that their code looks up."""
 
     held: list[Mapping[str, Any]]  # by classes, as it is
     recorded: list[dict[str, Any]]  # as it was

@@ -1,4 +1,4 @@
-"""What was read from modules, for as long as they are what they were.
+"""Results of reading modules, kept while the modules are unchanged.
 
     answer = reading((block,), key, read, is_kept)    read(), unless it was kept and nothing changed
 
@@ -60,7 +60,7 @@ class Snapshot(NamedTuple):
 
     @classmethod
     def of(cls, roots: tuple[nn.Module, ...]) -> "Snapshot":
-        """Return that of some modules and all below them. Raise CannotKeepError."""
+        """Take a snapshot of modules and all below them. Raise CannotKeepError."""
         modules, attributes, tables = _walk(roots, MOST_MODULES)
         kinds = list(map(type, modules))
         namespaces = namespaces_of(tuple(dict.fromkeys(kinds)))
@@ -126,7 +126,7 @@ def reading(
     read: Callable[[], Answer],
     is_kept: Callable[[Answer], bool],
 ) -> Answer:
-    """Return what `read` returns, or returned for the same key of the same unchanged modules.
+    """Return the result of `read`, or the one kept for this key while the modules are unchanged.
 
     Parameters
     ----------
