@@ -6,7 +6,7 @@
     upstream      Anemoi's own forward
 
 The decision depends on mutable state, such as hooks and parameters, so it is taken once in each
-forward pass, also in that of a recomputation, from what is there then (`nn.unchanged`).
+forward pass, including that of a recomputation, from the current state (`nn.unchanged`).
 """
 
 from collections.abc import Callable, Iterable
@@ -112,10 +112,15 @@ def decide(block: Any, x_dst: Tensor, call: Call, *, gathers: bool) -> Decision:
         (block,),
         (settings, computation, gathers, takes_list, rows, call.cond is None),
         lambda: _decide(block, x_dst, call, settings, computation, gathers=gathers),
-        lambda decision: decision.reason in (None, NOT_FASTER.text),
+        _is_kept,
     )
     report.record(block, decision.outcome, decision.reason)
     return decision
+
+
+def _is_kept(decision: Decision) -> bool:
+    """Return whether a decision depends on modules and the key of `decide` alone."""
+    return decision.outcome != UPSTREAM and none_refused(decision.fused)
 
 
 def _computation_of_block(settings: Settings, x_dst: Tensor) -> Computation | Refusal:
