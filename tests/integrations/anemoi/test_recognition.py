@@ -201,6 +201,26 @@ def test_anemois_checkpoint_takes_any_function(module, enabled):
             out.sum().backward()
 
 
+def test_nothing_is_checkpointed_without_gradients(graph, monkeypatch):
+    model, x = build(graph, make_options(channels=16, heads=2, checkpointing=True)), draw(graph)
+    began = []
+
+    def count(*args, **kwargs):
+        began.append(args)
+        return generator(*args, **kwargs)
+
+    generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    monkeypatch.setattr(torch.utils.checkpoint, generator.__name__, count)
+    with integration.install():
+        trained = model(x)
+        assert began
+        began.clear()
+        with torch.no_grad():
+            forecast = model(x)
+    assert not began
+    assert torch.equal(forecast["data"], trained["data"])
+
+
 @pytest.mark.parametrize(
     "copied",
     (

@@ -4,7 +4,8 @@
     "full"   the inputs of a chunk are kept, everything in it is recomputed
 
 A chunk is what Anemoi checkpoints: `num_layers / num_chunks` layers of a processor, some
-destinations of a mapper.
+destinations of a mapper. Without gradients there is nothing to recompute, and PyTorch's checkpoint,
+which reads the states of all random number generators first, is left out.
 """
 
 from collections.abc import Callable
@@ -34,7 +35,7 @@ def maybe_checkpoint(
     # not getattr with a default, which Dynamo would return
     component = func.__self__ if isinstance(func, MethodType) else None
     mode = _mode_of(component)
-    if mode == "none" or not (enabled or mode):
+    if mode == "none" or not (enabled or mode) or not torch.is_grad_enabled():
         return func(*args, **kwargs)
     func, args = _with_bound_lists(func, args)
     # chunks of mappers are not
@@ -63,10 +64,18 @@ def _mode_of(component: object) -> str | None:
 
 
 @wraps_any
-def torchs_checkpoint(upstream: Callable, func: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Checkpoint as anemoi-models before 0.12.1."""
+def torchs_checkpoint(
+    upstream: Callable,
+    func: Callable,
+    *args: Any,
+    use_reentrant: bool,
+    **kwargs: Any,
+) -> Any:
+    """Checkpoint as providers of edges do, and all of anemoi-models before 0.12.1."""
+    if not torch.is_grad_enabled():
+        return func(*args, **kwargs)
     func, args = _with_bound_lists(func, args)
-    return upstream(func, *args, **kwargs)
+    return upstream(func, *args, use_reentrant=use_reentrant, **kwargs)
 
 
 def _with_bound_lists(func: Callable, args: tuple) -> tuple[Callable, tuple]:

@@ -101,6 +101,7 @@ PATCHES = {
     (PROCESSOR[:1], "maybe_checkpoint"): maybe_checkpoint,
     (MAPPER[:1], "checkpoint"): torchs_checkpoint,
     (PROCESSOR[:1], "checkpoint"): torchs_checkpoint,
+    (PROVIDER[:1], "checkpoint"): torchs_checkpoint,
     (INTERFACE, "_build_model"): models.build_model,
     (INTERFACE, "_update_metadata"): models.update_metadata,
     (MODEL, "_assert_valid_sharding"): models.assert_valid_sharding,
@@ -515,15 +516,15 @@ def _matches() -> dict[tuple, Match]:
 def _targets() -> list[tuple]:
     """Return the methods to replace in this version.
 
-    Before 0.12.1, PyTorch's `checkpoint` is replaced where it is imported. Since 0.16, chunks of
-    mappers are cut by GraphPartition.
+    Before 0.12.1, components call PyTorch's `checkpoint`. Since 0.16, chunks of mappers are cut by
+    GraphPartition.
     """
-    absent = ["checkpoint"]
-    if not hasattr(find(*MAPPER[:1]), "maybe_checkpoint"):
-        absent = ["maybe_checkpoint"]
+    is_old = not hasattr(find(*MAPPER[:1]), "maybe_checkpoint")
+    name = "maybe_checkpoint" if is_old else "checkpoint"
+    absent = [(MAPPER[:1], name), (PROCESSOR[:1], name)]
     if hasattr(find(*PARTITION[:1]), PARTITION[1]):
-        absent.append("run_processor_chunk_edge_sharding")
-    return [target for target in PATCHES if target[1] not in absent]
+        absent.append((MAPPER, "run_processor_chunk_edge_sharding"))
+    return [target for target in PATCHES if target not in absent]
 
 
 def _match(target: tuple, patch: Replacement) -> Match:
