@@ -7,7 +7,7 @@ are imported where they are used.
 
 import operator
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, overrides
@@ -64,19 +64,6 @@ def constants(*numbers: int) -> tuple[int, ...]:
     of attributes and functions that run at trace time need constants.
     """
     return tuple(operator.index(number) for number in numbers)
-
-
-Fields = TypeVar("Fields", bound=tuple)
-
-
-def replace_fields(values: Fields, **changes: Any) -> Fields:
-    """Return a NamedTuple with some fields replaced, also in code that is compiled.
-
-    Where a compiled graph breaks, as in an exchange between ranks, PyTorch 2.11 cannot make a tuple
-    that `_replace` returned ("assert var.mutation_type.cls_source is not None"); 2.10 and 2.13 can.
-    """
-    fields: dict[str, Any] = values._asdict()  # type: ignore[attr-defined]  # of a NamedTuple
-    return type(values)(**{**fields, **changes})
 
 
 @constant_when_traced

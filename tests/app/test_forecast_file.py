@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xarray
-from support.fields import fields_of
+from support.fields import arrange_all, fields_of
 from support.own_data import LAT, LON, SMALL_RUN, TIMES, weather_file
 from support.picture import colours
 
@@ -14,7 +14,7 @@ from anemoi_gt.app import rollout_command as rollout
 from anemoi_gt.app import train_command as train
 from anemoi_gt.app.datasets.field_dataset import FieldDataset
 from anemoi_gt.app.datasets.field_states import FieldStates
-from anemoi_gt.app.datasets.fields import Level, arrange_all
+from anemoi_gt.app.datasets.fields import Level
 from anemoi_gt.app.datasets.roles import Roles
 from anemoi_gt.app.datasets.sphere_advection import sphere
 from anemoi_gt.app.datasets.xarray_reader import read_dataset

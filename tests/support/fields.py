@@ -1,8 +1,13 @@
 """Fields of files and data sets, arranged as the application does by default."""
 
-from anemoi_gt.app.datasets.fields import arrange_all
+from anemoi_gt.app.datasets.fields import arrange, group, on_largest_grid
 from anemoi_gt.app.datasets.readers import read_anemoi, read_files
 from anemoi_gt.app.datasets.xarray_reader import read_dataset
+
+
+def arrange_all(series):
+    """Return all series that are on the grid of most."""
+    return arrange(on_largest_grid(group(series)))
 
 
 def fields_of(source):

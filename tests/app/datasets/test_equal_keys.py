@@ -4,13 +4,13 @@ import eccodes
 import numpy as np
 import pytest
 import zarr
-from support.fields import fields_of
+from support.fields import arrange_all, fields_of
 from support.grib import write_messages
 from support.own_data import LAT, LON, TIMES, weather_file
 
 from anemoi_gt.app.datasets.field_dataset import FieldDataset, field_data
 from anemoi_gt.app.datasets.field_states import FieldStates
-from anemoi_gt.app.datasets.fields import FieldError, Key, Level, arrange_all
+from anemoi_gt.app.datasets.fields import FieldError, Key, Level
 from anemoi_gt.app.datasets.grib_reader import INSTANTS, MAY_DIFFER, MISSING
 from anemoi_gt.app.datasets.readers import read_files
 from anemoi_gt.app.datasets.roles import Roles

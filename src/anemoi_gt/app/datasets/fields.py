@@ -416,11 +416,6 @@ def arrange(variables: Mapping[str, list[Series]]) -> Fields:
     )
 
 
-def arrange_all(series: Sequence[Series]) -> Fields:
-    """Arrange all series that are on the grid of most. Raises like `group` and `arrange`."""
-    return arrange(on_largest_grid(group(series)))
-
-
 def _count_times(series: Sequence[Series]) -> int:
     times = [one.times for one in series if len(one.times)]
     return len(np.unique(np.concatenate(times))) if times else 0
