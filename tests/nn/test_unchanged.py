@@ -147,7 +147,11 @@ def test_each_child_that_is_replaced_renamed_or_removed_is_noticed(roots):
     assert number > 20
 
 
-def test_each_parameter_that_is_replaced_cast_resized_or_removed_is_noticed(roots):
+class OwnParameter(nn.Parameter):
+    pass
+
+
+def test_each_parameter_that_is_replaced_cast_resized_swapped_or_removed_is_noticed(roots):
     number = 0
     for module in modules_of(roots):
         parameters = module._parameters
@@ -170,6 +174,9 @@ def test_each_parameter_that_is_replaced_cast_resized_or_removed_is_noticed(root
                 )
             for other in (None, nn.Parameter(data.clone()), data.clone()):
                 assert_noticed(roots, lambda: parameters.update({name: other}), undo)
+            swap = lambda: torch.utils.swap_tensors(parameter, own)  # noqa: E731
+            own = OwnParameter(data.clone())
+            assert_noticed(roots, swap, swap)
             number += 1
     assert number > 5
 

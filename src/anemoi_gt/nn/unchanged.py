@@ -39,7 +39,8 @@ FROZEN = (bool, int, float, str, type(None), torch.dtype, KernelConfig, LayerKer
 CONTAINERS = (dict, list, set)
 MOST_MODULES = 200  # of a snapshot; a block has about 20
 hooks_of = itemgetter(*MODULE_HOOKS)
-kind_of_parameter = attrgetter("dtype", "shape")
+# `torch.utils.swap_tensors` exchanges all of two tensors, their classes too, in place
+kind_of_parameter = attrgetter("__class__", "dtype", "shape")
 
 
 class CannotKeepError(Exception):
@@ -55,7 +56,7 @@ class Snapshot(NamedTuple):
     numbers: list[int]  # of attributes
     names: list[str]  # of children and parameters
     parameters: list[nn.Parameter | None]
-    kinds_of_parameters: list[tuple[torch.dtype, torch.Size]]
+    kinds_of_parameters: list[tuple[type, torch.dtype, torch.Size]]
     namespaces: Namespaces  # of classes and of what they call
 
     @classmethod
@@ -189,7 +190,7 @@ def _parameters_in(tables: list[dict[str, Any]]) -> list[nn.Parameter | None]:
 
 def _kinds_of(
     parameters: Iterable[nn.Parameter | None],
-) -> list[tuple[torch.dtype, torch.Size]]:
+) -> list[tuple[type, torch.dtype, torch.Size]]:
     return [kind_of_parameter(parameter) for parameter in parameters if parameter is not None]
 
 
