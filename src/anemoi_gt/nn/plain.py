@@ -62,6 +62,12 @@ ANEMOI_PROVIDER = "Anemoi's StaticGraphProvider"
 # Registries of hooks that a call of a module runs. Hooks with keyword arguments, and those that
 # always run, are in them too. Hooks on state dicts do not run in a call.
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+GLOBAL_HOOKS = (
+    torch_module._global_forward_hooks,
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_backward_hooks,
+    torch_module._global_backward_pre_hooks,
+)
 PYG_HOOKS = tuple(
     f"_{method}_forward_{when}hooks"
     for method in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
@@ -231,15 +237,7 @@ def why_not_plain(*asked: Asked) -> Refusal | None:
         refusal = why_not_plain((child_name, module._modules.get(AGGREGATION), (SUM,)))
         if refusal is not None:
             return refusal
-    may_have_global_hooks = (
-        torch_module._global_forward_hooks
-        or torch_module._global_forward_pre_hooks
-        or torch_module._global_backward_hooks
-        or torch_module._global_backward_pre_hooks
-        # it makes no guard for whether a registry is empty, but for a loop over it (torch 2.13)
-        or is_traced
-    )
-    if skips_call and may_have_global_hooks and has_global_hooks():
+    if skips_call and (is_traced or any(GLOBAL_HOOKS)) and has_global_hooks():
         return transient("hooks are registered for all modules, which would be skipped")
     if is_traced or num_function_modes():
         mode = function_modes()
@@ -255,10 +253,7 @@ def modules_alone_decide() -> bool:
         or torch.jit.is_tracing()
         or is_exporting()
         or num_function_modes()
-        or torch_module._global_forward_hooks
-        or torch_module._global_forward_pre_hooks
-        or torch_module._global_backward_hooks
-        or torch_module._global_backward_pre_hooks
+        or any(GLOBAL_HOOKS)
         or not MODULE_CALL <= HELD_BY_MODULE
     )
 
@@ -692,13 +687,7 @@ def _as_subclass(kind: type, base: type, recognised: Recognised) -> Recognised:
 
 def has_global_hooks() -> bool:
     """Return whether foreign global module hooks exist; this library's only observe."""
-    registries = (
-        torch_module._global_forward_hooks,
-        torch_module._global_forward_pre_hooks,
-        torch_module._global_backward_hooks,
-        torch_module._global_backward_pre_hooks,
-    )
-    for registry in registries:
+    for registry in GLOBAL_HOOKS:
         for hook in registry.values():
             if _package(getattr(hook, "__module__", "")) != "anemoi_gt":
                 return True
