@@ -520,7 +520,7 @@ def _network_of(
         modules = transient("torch.jit.trace records it")
     else:
 
-        def read() -> NetworkModules | Refusal:
+        def read() -> Any:  # PyTorch 2.9 traces no union
             refusal = why_not_plain(*asked) if asked else None
             modules = refusal or read_network(
                 mlp, computation, name, norms=NORMS, is_edge_update=len(asked) > 0
@@ -530,9 +530,8 @@ def _network_of(
         roots = (layer,) if asked else (mlp,)
         key = (name, computation, type(x), x.dtype, cond is None)
         modules = reading(roots, key, read, none_refused)
-    if modules is WRONG_CONDITION:  # the modules raise the error
-        return modules
-    if isinstance(modules, Refusal):
+    # PyTorch 2.9 cannot trace whether it is the same refusal; the modules raise the error
+    if isinstance(modules, Refusal) and modules.text != WRONG_CONDITION.text:
         if modules.kind is RefusalKind.PERMANENT and config.backend != "auto":
             raise ValueError(
                 f"attention backend {config.backend!r} cannot run {type(layer).__name__}: "

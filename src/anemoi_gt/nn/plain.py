@@ -696,9 +696,16 @@ def has_global_hooks() -> bool:
 
 def _has_only_own_hooks(module: nn.Module) -> bool:
     """Return whether all hooks of a module are functions that its class registers itself."""
-    own = tuple(vars(type(module)).values())
-    hooks = [hook for registry in MODULE_HOOKS for hook in getattr(module, registry).values()]
-    return all(getattr(hook, "__func__", None) in own for hook in hooks)
+    for registry in MODULE_HOOKS:
+        for hook in getattr(module, registry).values():
+            if not _defines(type(module), getattr(hook, "__func__", None)):
+                return False
+    return True
+
+
+@constant_when_traced  # PyTorch 2.9 cannot trace the namespace of a class
+def _defines(kind: type, function: Callable | None) -> bool:
+    return function in vars(kind).values()
 
 
 def _is_generated(module: nn.Module, name: str) -> bool:

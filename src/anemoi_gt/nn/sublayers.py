@@ -407,7 +407,7 @@ def read_network(
         return refusal
 
     num_hidden = len(activations)
-    is_gated = bool(gates)
+    is_gated = len(gates) > 0
     expected = num_hidden * ("g" if is_gated else "mf") + "m"
     if not 1 <= num_hidden <= (1 if is_feed_forward else 2) or form != expected:
         number = "one hidden layer" if is_feed_forward else "one or two hidden layers"

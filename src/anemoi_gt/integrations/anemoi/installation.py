@@ -521,7 +521,7 @@ def _targets() -> list[tuple]:
     """
     is_old = not hasattr(find(*MAPPER[:1]), "maybe_checkpoint")
     name = "maybe_checkpoint" if is_old else "checkpoint"
-    absent = [(MAPPER[:1], name), (PROCESSOR[:1], name)]
+    absent: list[tuple] = [(MAPPER[:1], name), (PROCESSOR[:1], name)]
     if hasattr(find(*PARTITION[:1]), PARTITION[1]):
         absent.append((MAPPER, "run_processor_chunk_edge_sharding"))
     return [target for target in PATCHES if target not in absent]

@@ -292,12 +292,7 @@ class EdgeShard(NamedTuple):
     exchange: HaloExchange
     copies: int  # of the graph, members of a batch or an ensemble
     num_local: int  # sources of one copy
-
-    @property
-    def structure(self) -> GraphStructure:
-        """Structure of one copy."""
-        num_nodes = _cache_of(self.edge_index).num_nodes
-        return structure_of(self.edge_index, num_nodes, reverse=torch.is_grad_enabled())[0]
+    structure: GraphStructure  # of one copy
 
     def start_exchange(
         self,
@@ -350,7 +345,9 @@ def shard_of(
         )
         return None
     local: LocalEdges = cache.derived.get(key)
-    return EdgeShard(*local, copies, src[rank])
+    num_nodes = _cache_of(local.edge_index).num_nodes
+    structure, _ = structure_of(local.edge_index, num_nodes, reverse=torch.is_grad_enabled())
+    return EdgeShard(*local, copies, src[rank], structure)
 
 
 @constant_when_traced

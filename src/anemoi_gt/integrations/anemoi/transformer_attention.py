@@ -110,7 +110,7 @@ def _window_of(wrapper: Any, call: Call) -> Window | Refusal:
 def _is_pair(sizes: Any) -> bool:
     """Return whether these are numbers of nodes before and after a node, or -1 for no limit."""
     return (
-        isinstance(sizes, tuple | list)
+        isinstance(sizes, (tuple, list))  # PyTorch 2.9 traces no union
         and len(sizes) == 2
         and all(isinstance(size, int) and size >= -1 for size in sizes)
     )
