@@ -229,6 +229,20 @@ def test_every_module_has_a_docstring(path):
     assert ast.get_docstring(ast.parse(path.read_text())) or path.name == "version.py"
 
 
+TRACED = ("graph", "ops", "nn", "integrations")  # rooms whose code torch.compile traces
+
+
+def test_traced_code_asks_for_instances_of_tuples_of_classes():
+    """PyTorch 2.9 cannot trace `isinstance(x, A | B)`; only `make nightly` compiles with it."""
+    unions = []
+    for path in (path for room in TRACED for path in (SOURCE / room).rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and getattr(call.func, "id", None) == "isinstance":
+                if any(isinstance(part, ast.BinOp) for part in ast.walk(call.args[1])):
+                    unions.append(f"{path.relative_to(SOURCE)}:{call.lineno}")
+    assert unions == []
+
+
 def test_unknown_attribute_of_the_package_raises():
     with pytest.raises(AttributeError, match="has no attribute 'GraphTransformer'"):
         _ = anemoi_gt.GraphTransformer

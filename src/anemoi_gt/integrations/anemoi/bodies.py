@@ -58,7 +58,7 @@ def _plain(node: object) -> str:
         is_absent = value == [] or (value is None and not isinstance(node, ast.Constant))
         if name in _IGNORED or is_absent:
             continue
-        if name == "body" and isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if name == "body" and isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             value = value[1:] if ast.get_docstring(node, clean=False) is not None else value
         fields.append(f"{name}={_plain(value)}")
     return f"{type(node).__name__}({', '.join(fields)})"
