@@ -237,9 +237,10 @@ def test_traced_code_asks_for_instances_of_tuples_of_classes():
     unions = []
     for path in (path for room in TRACED for path in (SOURCE / room).rglob("*.py")):
         for call in ast.walk(ast.parse(path.read_text())):
-            if isinstance(call, ast.Call) and getattr(call.func, "id", None) == "isinstance":
-                if any(isinstance(part, ast.BinOp) for part in ast.walk(call.args[1])):
-                    unions.append(f"{path.relative_to(SOURCE)}:{call.lineno}")
+            if not isinstance(call, ast.Call) or getattr(call.func, "id", None) != "isinstance":
+                continue
+            if any(isinstance(part, ast.BinOp) for part in ast.walk(call.args[1])):
+                unions.append(f"{path.relative_to(SOURCE)}:{call.lineno}")
     assert unions == []
 
 
