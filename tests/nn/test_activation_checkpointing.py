@@ -40,6 +40,14 @@ def test_a_captured_pass_without_draws_does_not_read_the_generator_state_and_has
     torch.testing.assert_close(x.grad, (x.cos() * x + x.sin()).detach())
 
 
+def test_without_gradients_no_generator_state_is_read(reads, monkeypatch):
+    x = torch.randn(3)
+    with torch.no_grad():
+        out = run(x, monkeypatch, capturing=False, draws=True)
+    assert not reads
+    assert torch.equal(out, x.sin() * x)
+
+
 def test_capture_is_not_queried_on_a_cpu(monkeypatch):
     monkeypatch.setattr(
         torch.cuda, "is_current_stream_capturing", lambda: pytest.fail("there is none")

@@ -23,7 +23,10 @@ def checkpoint_activations(
     `device` is where the function computes. If the function `draws` random numbers, as dropout
     does, backward must restore the generator state to draw the same. PyTorch cannot read that state
     while a CUDA graph is captured, and raises; without draws the state is not read during capture.
+    Without gradients there is nothing to recompute, and no state is read.
     """
+    if not torch.is_grad_enabled():
+        return function(*inputs)
     captured = (
         not torch.compiler.is_compiling()
         and device.type == "cuda"
