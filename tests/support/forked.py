@@ -170,4 +170,8 @@ def be_rank(command, environment):
     os.setsid()
     os.environ.clear()
     os.environ |= environment
+    # a new process would not have torchrun's, with which a rank that is ended prints a traceback
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     call_in_one_chunk(run_python, arguments=command[2:])  # of python -u
