@@ -6,7 +6,7 @@
     upstream      Anemoi's own forward
 
 The decision depends on mutable state, such as hooks and parameters, so it is taken once in each
-forward pass, including that of a recomputation, from the current state (`nn.unchanged`).
+forward pass, and again in a recomputation, from the current state (`nn.unchanged`).
 """
 
 from collections.abc import Callable, Iterable
