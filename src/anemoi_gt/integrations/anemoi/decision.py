@@ -9,7 +9,7 @@ The decision depends on mutable state, such as hooks and parameters, so it is ta
 forward pass, and again in a recomputation, from the current state (`nn.unchanged`).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +60,7 @@ class Decision(NamedTuple):
     fused: BlockModules = NOT_FUSED
     # methods of the block itself are other ones than Anemoi's; the same on all ranks
     is_overridden: bool = False
+    warnings: tuple[str, ...] = ()  # for the log
 
 
 NOT_INSTALLED = Decision(None, UPSTREAM)
@@ -114,8 +115,14 @@ def decide(block: Any, x_dst: Tensor, call: Call, *, gathers: bool) -> Decision:
         lambda: _decide(block, x_dst, call, settings, computation, gathers=gathers),
         _is_kept,
     )
-    report.record(block, decision.outcome, decision.reason)
+    _report(block, decision)
     return decision
+
+
+def _report(block: Any, decision: Decision) -> None:
+    for warning in decision.warnings:
+        report.warn_once(warning)
+    report.record(block, decision.outcome, decision.reason)
 
 
 def _is_kept(decision: Decision) -> bool:
@@ -137,7 +144,7 @@ def decide_transformer(block: Any, norm_name: str, x: Tensor, cond: Tensor | Non
     "sublayers" and the named backend cannot run.
     """
     decision = _decide_transformer(block, norm_name, x, cond)
-    report.record(block, decision.outcome, decision.reason)
+    _report(block, decision)
     return decision
 
 
@@ -189,14 +196,14 @@ def examine(block: Any, device: torch.device) -> Decision:
         norm_name = "layer_norm_mlp"
         if hasattr(block, "layer_norm_mpl"):
             norm_name = "layer_norm_mpl"
-        return _decide_transformer(block, norm_name, x, None, log_reason=lambda _: None)
+        return _decide_transformer(block, norm_name, x, None)
     edge_index = torch.empty(2, 0, dtype=torch.int64, device=device)
     call = Call.of(x, x, edge_index)
     settings = SETTINGS.of(block)
     if settings is None:
         return NOT_INSTALLED
     computation = _computation_of_block(settings, x)
-    return _decide(block, x, call, settings, computation, gathers=False, log_reason=lambda _: None)
+    return _decide(block, x, call, settings, computation, gathers=False)
 
 
 def _decide(
@@ -207,7 +214,6 @@ def _decide(
     computation: Computation | Refusal,
     *,
     gathers: bool,
-    log_reason: Callable[[str], None] = report.warn_once,
 ) -> Decision:
     overridden = why_not_plain(("", block, (ANEMOI_BLOCK,)))
     refusal = overridden or _why_not_attention(block, call)
@@ -217,13 +223,17 @@ def _decide(
                 f"attention backend {settings.config.backend!r} cannot run this Anemoi block: "
                 f"{refusal.text}; backend 'auto' runs Anemoi's own code there"
             )
-        log_reason(f"an Anemoi block falls back to Anemoi's attention: {refusal.text}")
         return Decision(
-            settings, UPSTREAM, reason=refusal.text, is_overridden=overridden is not None
+            settings,
+            UPSTREAM,
+            reason=refusal.text,
+            is_overridden=overridden is not None,
+            warnings=(f"an Anemoi block falls back to Anemoi's attention: {refusal.text}",),
         )
 
     fused = NOT_FUSED
     reason = None
+    warnings: tuple[str, ...] = ()
     if computation is NOT_FASTER:
         fused = BlockModules.by_modules(NOT_FASTER)
         reason = NOT_FASTER.text
@@ -234,36 +244,35 @@ def _decide(
             if isinstance(sublayer, Refusal) and sublayer not in (NO_SOURCES, *refusals):
                 refusals.append(sublayer)
         if refusals:
-            report_not_fused(settings, refusals, log_reason)
+            warnings = warnings_of(settings, refusals)
             reason = "; ".join([refusal.text for refusal in refusals])
     if not isinstance(fused.attention, Refusal):
-        return Decision(settings, FUSED, has_raw_edges=True, reason=reason, fused=fused)
+        return Decision(
+            settings, FUSED, has_raw_edges=True, reason=reason, fused=fused, warnings=warnings
+        )
 
     has_raw_edges = settings.fusion != "none" and not gathers
     if has_raw_edges:
         embedding = linear_parameters(block.lin_edge, "lin_edge")
         if isinstance(embedding, Refusal):
             has_raw_edges = False
-            log_reason(f"an Anemoi block embeds its edges before the attention: {embedding.text}")
-    return Decision(settings, ATTENTION, has_raw_edges, reason, fused)
+            warnings += (
+                f"an Anemoi block embeds its edges before the attention: {embedding.text}",
+            )
+    return Decision(settings, ATTENTION, has_raw_edges, reason, fused, warnings=warnings)
 
 
-def _decide_transformer(
-    block: Any,
-    norm_name: str,
-    x: Tensor,
-    cond: Tensor | None,
-    log_reason: Callable[[str], None] = report.warn_once,
-) -> Decision:
+def _decide_transformer(block: Any, norm_name: str, x: Tensor, cond: Tensor | None) -> Decision:
     settings = SETTINGS.of(block)
     if settings is None:
         return Decision(None, UPSTREAM)
     fused = _feed_forward_of(block, norm_name, x, cond, settings)
     if isinstance(fused, BlockModules):
         return Decision(settings, FEED_FORWARD, fused=fused)
+    warnings: tuple[str, ...] = ()
     if fused.kind is not RefusalKind.NOT_FASTER:
-        report_not_fused(settings, (fused,), log_reason)
-    return Decision(settings, UPSTREAM, reason=fused.text)
+        warnings = warnings_of(settings, (fused,))
+    return Decision(settings, UPSTREAM, reason=fused.text, warnings=warnings)
 
 
 def _feed_forward_of(
@@ -285,13 +294,10 @@ def _feed_forward_of(
     return BlockModules(permanent("its attention is Anemoi's"), modules, NO_SOURCES)
 
 
-def report_not_fused(
-    settings: Settings,
-    refusals: Iterable[Refusal],
-    log_reason: Callable[[str], None] = report.warn_once,
-) -> None:
-    """Log why sub-layers are not fused; raise ValueError if a named backend must fuse."""
+def warnings_of(settings: Settings, refusals: Iterable[Refusal]) -> tuple[str, ...]:
+    """Return why sub-layers are not fused; raise ValueError if a named backend must fuse."""
     is_wanted = settings.fusion == "sublayers" and settings.config.backend != "auto"
+    warnings = []
     for refusal in refusals:
         if is_wanted and refusal.kind is RefusalKind.PERMANENT:
             raise ValueError(
@@ -299,7 +305,8 @@ def report_not_fused(
                 f"Anemoi block: {refusal.text}; fusion='auto' computes it by its modules there, "
                 "and so does backend 'auto'"
             )
-        log_reason(f"a sub-layer of an Anemoi block is not fused: {refusal.text}")
+        warnings.append(f"a sub-layer of an Anemoi block is not fused: {refusal.text}")
+    return tuple(warnings)
 
 
 def _why_not_attention(block: Any, call: Call) -> Refusal | None:

@@ -26,7 +26,7 @@ from anemoi_gt.integrations.anemoi.decision import (
     UNWANTED,
     UPSTREAM,
     computation_of,
-    report_not_fused,
+    warnings_of,
 )
 from anemoi_gt.integrations.anemoi.edge_lists import structure_of
 from anemoi_gt.integrations.anemoi.settings import FUSES_SUBLAYERS, SETTINGS, Settings
@@ -253,8 +253,8 @@ def _decide(
     for sublayer in modules:
         if isinstance(sublayer, Refusal) and sublayer.kind is not RefusalKind.NOT_FASTER:
             reported.append(sublayer)
-    if reported:
-        report_not_fused(settings, dict.fromkeys(reported))
+    for warning in warnings_of(settings, dict.fromkeys(reported)):
+        report.warn_once(warning)
     outcome, reason = _outcome(modules)
     report.record(block, outcome, reason)
     return modules, shard
