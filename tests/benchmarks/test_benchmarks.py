@@ -22,7 +22,6 @@ import run
 import tiles
 import torch
 import train_9km
-import wide_blocks
 from gpu_checks import model, sublayers
 from suite import (
     anemoi_training,
@@ -47,7 +46,6 @@ from suite.inference import (
 from support.corpus import corpus
 from support.forked import PROCESSES, forked_commands, start_server
 from support.nightly import nightly
-from support.plans import new_plans
 from torch.utils._pytree import tree_leaves
 
 from anemoi_gt.integrations.anemoi import edge_lists
@@ -321,19 +319,6 @@ def test_pyg_models_are_timed(tmp_path):
     models = report["models"]
     assert len(models) == 5, report["problems"]
     assert all(model["one graph"]["median_ms"] > 0 for model in models.values())
-
-
-@pytest.mark.nightly
-@pytest.mark.compiled
-def test_a_block_is_the_same_fused_by_its_modules_and_compiled():
-    with new_plans(programs=3):  # few, for the interpreter
-        report = wide_blocks.main(
-            shlex.split("--channels 32 --refinement 1 --device cpu --commit abc")
-        )
-    ways = report["channels"][32]
-    assert set(ways) == {"modules", "modules compiled", "fused"}
-    assert all(way["difference"] < 0.01 for way in ways.values()), ways
-    assert ways["fused"]["difference"] > 0.0  # it was another way
 
 
 def test_layers_are_timed_on_a_cpu():
