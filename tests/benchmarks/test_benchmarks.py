@@ -12,7 +12,6 @@ import anemoi_curves
 import anemoi_forecasts
 import anemoi_inference
 import check_gpu
-import cpu_attention
 import families
 import inference_9km
 import pyg_models
@@ -312,22 +311,14 @@ def test_inference_of_an_anemoi_model_is_timed(tmp_path):
     assert timed == {*itertools.product((1, 4, 16), ("untouched", "install"))}
 
 
-def test_pyg_models_are_timed(tmp_path):
+@pytest.mark.parametrize(("models", "number"), [("all", 5), ("batches", 4)])
+def test_pyg_models_are_timed(tmp_path, models, number):
     small = "--nodes 50 --edges 200 --channels 8 --hidden 4 --repeats 1 --device cpu"
-    small += " --refinement 1 --width 16 --blocks 2"
+    small += f" --refinement 1 --width 16 --blocks 2 --models {models}"
     report = pyg_models.main([*small.split(), "--output", str(tmp_path / "pyg.json")])
     models = report["models"]
-    assert len(models) == 5, report["problems"]
+    assert len(models) == number, report["problems"]
     assert all(model["one graph"]["median_ms"] > 0 for model in models.values())
-
-
-def test_layers_are_timed_on_a_cpu():
-    report = cpu_attention.main(
-        shlex.split("--refinement 1 --heads 2 --channels 4 --repeats 1 --commit abc")
-    )
-    (times,) = report["results"]
-    assert times["forward"]["anemoi_gt"] > 0
-    assert times["forward_backward"]["pyg"] > 0
 
 
 @pytest.mark.parametrize("contender", CONTENDERS)
