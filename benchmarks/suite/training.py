@@ -28,23 +28,13 @@ from anemoi_gt.distributed import (
 from anemoi_gt.distributed.module_shard import FixedGraph
 from anemoi_gt.distributed.process_group import local_device, make_cpu_group
 from anemoi_gt.nn import GraphTransformerBaseBlock, split_destinations
-from suite import lone_rank
-from suite.inference import PARTS, Setting, checked_destinations, plain_mapper
+from suite import lone_rank, mappers
 from suite.timing import CLOCKS, seconds_of
 
 CHECKED = 64  # destinations of each kind
 GRADIENT_FACTOR, OUTPUT_FACTOR = 3, 2  # times the error of plain PyTorch in the same dtype
 NO_GRADIENT = "lin_key.bias"  # a constant on all keys changes no softmax: what is left is rounding
 FLOAT32_ERROR = 1e-4  # of all gradients together, relative
-
-
-def setting(options: Namespace) -> Setting:
-    """Return the sizes of single mappers, which compute in the run's precision from float32."""
-    sizes = {
-        name: getattr(options, name)
-        for name in ("grid", "refinement", "channels", "heads", "device")
-    }
-    return Setting(fields=options.fields[0], dtype="float32", repeats=1, **sizes)
 
 
 def make_model(graph, options: Namespace) -> EncoderProcessorDecoder:
@@ -440,15 +430,15 @@ def check_model(options: Namespace, folder: Path) -> Iterator[dict]:
 
 def check_mappers(options: Namespace, folder: Path) -> Iterator[dict]:
     """Yield comparisons of each mapper with float64 at some destinations of the large grid."""
-    for part, numbers in zip(PARTS, options.check_chunks, strict=True):
+    for part, numbers in zip(("encoder", "decoder"), options.check_chunks, strict=True):
         yield from check_mapper(part, numbers, options, folder)
 
 
 def check_mapper(part: str, numbers: list[int], options: Namespace, folder: Path) -> Iterator[dict]:
     """Yield comparisons of one mapper, for each number of chunks."""
-    problem = setting(options).problem(part, folder)
+    problem = mappers.draw(part, options, folder)
     problem.mapper.train().gradient_checkpointing = True
-    destinations = checked_destinations(problem, CHECKED)
+    destinations = mappers.checked_destinations(problem, CHECKED)
     leaves = {"edge_attr": problem.edge_attr}
     if part == "decoder":
         leaves["x_src"] = problem.x[0]
@@ -466,10 +456,10 @@ def check_mapper(part: str, numbers: list[int], options: Namespace, folder: Path
             tensor.grad = None
         return {name: tensor.cpu() for name, tensor in results.items()}
 
-    exact = differentiate(*plain_mapper(problem, destinations, torch.float64, "cpu"))
+    exact = differentiate(*mappers.plain_mapper(problem, destinations, torch.float64, "cpu"))
     with autocast(options.precision, options.device):
         baseline = differentiate(
-            *plain_mapper(problem, destinations, torch.float32, options.device)
+            *mappers.plain_mapper(problem, destinations, torch.float32, options.device)
         )
     graph = GraphStructure.from_edge_index(
         problem.edge_index, tuple(side.shape[0] for side in problem.x)

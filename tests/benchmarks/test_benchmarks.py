@@ -3,7 +3,6 @@
 import itertools
 import json
 import shlex
-import sys
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -13,7 +12,6 @@ import anemoi_forecasts
 import anemoi_inference
 import check_gpu
 import families
-import inference_9km
 import pyg_models
 import pytest
 import report
@@ -34,14 +32,6 @@ from suite import (
     problems,
 )
 from suite.baselines import compiled, eager
-from suite.inference import (
-    CONTENDERS,
-    PARTS,
-    Setting,
-    build_graphs,
-    checked_destinations,
-    compare_with_plain,
-)
 from support.corpus import corpus
 from support.forked import PROCESSES, forked_commands, start_server
 from support.nightly import nightly
@@ -319,32 +309,6 @@ def test_pyg_models_are_timed(tmp_path, models, number):
     models = report["models"]
     assert len(models) == number, report["problems"]
     assert all(model["one graph"]["median_ms"] > 0 for model in models.values())
-
-
-@pytest.mark.parametrize("contender", CONTENDERS)
-@pytest.mark.parametrize("part", PARTS)
-def test_every_mapper_at_9_km_is_correct_on_a_small_grid(tmp_path, part, contender):
-    setting = Setting(
-        "O4", 1, channels=32, heads=2, fields=5, dtype="bfloat16", repeats=1, device="cpu"
-    )
-    build_graphs(setting, [part], tmp_path)
-    problem = setting.problem(part, tmp_path)
-    result = CONTENDERS[contender](problem, 2)()
-    assert compare_with_plain(problem, result, checked_destinations(problem))["outcome"] == "right"
-    result[-1] = 0.5
-    assert compare_with_plain(problem, result, checked_destinations(problem))["outcome"] == "wrong"
-
-
-def test_inference_at_9_km_reports_each_run(tmp_path, monkeypatch):
-    sizes = (
-        "--grid O4 --refinement 1 --channels 32 --heads 2 --fields 5 --dtype float32 --repeats 1"
-    )
-    options = f"--device cpu --parts decoder --contenders anemoi_gt --chunks 1 2 --output {tmp_path / 'r.json'}"
-    monkeypatch.setattr(sys, "argv", ["inference_9km.py", *shlex.split(f"{sizes} {options}")])
-    with forked_commands():
-        inference_9km.main()
-    runs = json.loads((tmp_path / "r.json").read_text())["runs"]
-    assert [(run["num_chunks"], run["outcome"]) for run in runs] == [(1, "right"), (2, "right")]
 
 
 @pytest.mark.nightly
