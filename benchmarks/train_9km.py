@@ -62,7 +62,7 @@ def start(part: str, options: argparse.Namespace, results: Results, folder: Path
     errors = folder / f"{part}.err"
     with lines.open("w") as out, errors.open("w") as err:
         launcher: tuple[str, ...] = ()
-        if part == "sharded" and options.alone is None:
+        if part == "sharded":
             torchrun = ("-m", "torch.distributed.run", "--standalone")
             launcher = (*torchrun, f"--nproc-per-node={options.ranks}")
         command = [
@@ -136,9 +136,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--ranks", type=int, default=2, help="ranks that share the model, for the part `sharded`"
-    )
-    parser.add_argument(
-        "--alone", type=int, metavar="RANK", help="run this rank by itself, without communication"
     )
     parser.add_argument("--chunks", type=int, nargs="+", default=[16, 8, 4], help="of anemoi_gt")
     parser.add_argument("--anemoi-chunks", type=int, nargs="+", default=[2, 4, 8, 16])
