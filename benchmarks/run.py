@@ -54,7 +54,6 @@ def report(chosen: list[problems.Problem], done: schedule.Run, options: argparse
         facts["bytes"] = {
             kind: lower_bound.compulsory_bytes(problem, counts, kind) for kind in problem.passes
         }
-        facts["flops"] = {kind: lower_bound.flops(problem, counts, kind) for kind in problem.passes}
         described[problem.name] = facts
     run_environment = environment.describe(options.device, packages, options.commit)
     return {

@@ -199,11 +199,7 @@ def search(case: Case, kernel: str, most: int | None) -> dict:
 
 def run(options: argparse.Namespace, results: Results, folder: Path) -> None:
     """Search every kernel on every problem, as long as there is time."""
-    chosen = [
-        problem
-        for problem in problems.select(options.problems)
-        if "forward_backward" in problem.passes
-    ]
+    chosen = problems.select(options.problems)
     graphs.build([problem.graph for problem in chosen], folder)
     for problem, kernel in product(chosen, options.kernels):
         if DEVICE == "cuda":

@@ -1,4 +1,4 @@
-"""Calls to time: a pass of a baseline on its operands, or building a structure."""
+"""Calls to time: a pass of a baseline on its operands."""
 
 from collections.abc import Callable
 

@@ -31,7 +31,6 @@ from suite import (
     point_vortices,
     problems,
 )
-from suite.baselines import compiled, eager
 from support.corpus import corpus
 from support.forked import PROCESSES, forked_commands, start_server
 from support.nightly import nightly
@@ -59,10 +58,7 @@ def test_the_suite_measures_and_makes_tables_and_plots(tiny, tmp_path, monkeypat
     run.main(["--problems", "tiny", "--baselines", *names, *options])
     results = json.loads(out.read_text())
     timed = {(line["pass"], line["baseline"]) for line in results["results"] if "median_ms" in line}
-    assert timed == {
-        *itertools.product(tiny.passes[:2], names[:2]),
-        *itertools.product(tiny.passes[2:], names[:1]),
-    }
+    assert timed == set(itertools.product(tiny.passes, names[:2]))
     report.main([str(out)])
     plot.write(plot.bars(results), tmp_path / "bars.svg")
     assert results["environment"]["commit"] == "abc"
@@ -72,23 +68,13 @@ def test_the_suite_measures_and_makes_tables_and_plots(tiny, tmp_path, monkeypat
 
 @pytest.mark.parametrize("batch", (1, 2))
 @pytest.mark.parametrize("name", baselines.NAMES)
-def test_every_baseline_is_correct(tiny, tmp_path, monkeypatch, name, batch):
-    if name == "compiled":  # traced as a whole, without the minute that a compiler takes
-        monkeypatch.setattr(
-            compiled, "attend", torch.compile(eager.attend, backend="eager", fullgraph=True)
-        )
+def test_every_baseline_is_correct(tiny, tmp_path, name, batch):
     if name == "anemoi":
         allow_interpreter()
     problem, baseline = replace(tiny, dtype="bfloat16", batch=batch), baselines.load(name)
     graphs.build([problem.graph], tmp_path)
-    coo = graphs.load(problem.graph, tmp_path)
-    correctness.check_attention(problem, operands.draw(problem, coo), baseline.attention)
-    if baseline.structure is None:
-        return
-    for kind in ("structure", "structure_unstable"):
-        make = baseline.structure(coo, kind)
-        if make is not None:
-            correctness.check_structure(coo, make())
+    drawn = operands.draw(problem, graphs.load(problem.graph, tmp_path))
+    correctness.check_attention(problem, drawn, baseline.attention)
 
 
 def allow_interpreter():
