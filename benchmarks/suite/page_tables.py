@@ -359,18 +359,6 @@ def cpu_model() -> str:
     )
 
 
-ERRORS = {
-    "out": "`out`",
-    "lse": "`lse`",
-    "dquery": "gradient of query",
-    "dkey": "gradient of key",
-    "dvalue": "gradient of value",
-    "dedge_attr": "gradient of attributes",
-    "dedge_weight": "gradient of weight",
-    "dedge_bias": "gradient of bias",
-}
-
-
 HOST_BOUND_TASKS = ("step", "one thread", "forecast")  # of host_bound.py
 
 
@@ -398,34 +386,6 @@ def host_bound() -> str:
                 row.append(table.of_processes(times) if None not in times else EMPTY)
             rows.append(row)
     return _with_sources(["model", "processes", *forms], rows, name)
-
-
-def accuracy() -> str:
-    """The largest errors of backend `torch`, relative to plain PyTorch, in a sentence."""
-    name = "accuracy_cpu.json"
-    largest = {
-        dtype: max(error["over_plain"] for error in by_result.values())
-        for dtype, by_result in load(name)["errors"].items()
-    }
-    limits = ", ".join(f"{times:.2f} in {dtype}" for dtype, times in largest.items())
-    return (
-        f"Backend `torch`, over 13 graphs, 4 forms of edge features and 4 shapes (`{name}`): the "
-        "RMS error of every result and gradient, relative to that of plain PyTorch, is at most "
-        f"{limits}."
-    )
-
-
-def errors(measured: dict) -> str:
-    """Return the errors that benchmarks/accuracy.py measures as a Markdown table."""
-    dtypes = list(measured["errors"])
-    rows = []
-    for name, title in ERRORS.items():
-        row = [title]
-        for dtype in dtypes:
-            error = measured["errors"][dtype][name]
-            row.append(f"{error['relative']:.1e} ({error['over_plain']:.2f})")
-        rows.append(row)
-    return markdown(["result", *dtypes], rows)
 
 
 def accuracy_random() -> str:
@@ -471,6 +431,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "attention-skewed": skewed,
     "cpu-batches": cpu_batches,
     "cpu-model": cpu_model,
-    "accuracy": accuracy,
     "accuracy-random": accuracy_random,
 }

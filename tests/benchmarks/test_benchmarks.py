@@ -6,7 +6,6 @@ import shlex
 from contextlib import contextmanager
 from dataclasses import replace
 
-import accuracy
 import anemoi_curves
 import anemoi_forecasts
 import anemoi_inference
@@ -26,12 +25,10 @@ from suite import (
     correctness,
     graphs,
     operands,
-    page_tables,
     plot,
     point_vortices,
     problems,
 )
-from support.corpus import corpus
 from support.forked import PROCESSES, forked_commands, start_server
 from support.nightly import nightly
 from torch.utils._pytree import tree_leaves
@@ -96,19 +93,6 @@ def test_a_wrong_result_fails_the_correctness_check(tiny, tmp_path):
 
     with pytest.raises(AssertionError, match="plain PyTorch"):
         correctness.check_attention(tiny, drawn, wrong_attention)
-
-
-def test_accuracy_measures_errors(monkeypatch, tmp_path):
-    monkeypatch.setattr(accuracy, "DTYPES", (torch.float32,))
-
-    def some_problems(dtype, device):
-        return itertools.islice(corpus(dtype, device), 40, 200, 13)
-
-    monkeypatch.setattr(accuracy, "corpus", some_problems)
-    accuracy.main(["--device", "cpu", "--output", str(tmp_path / "a.json"), "--commit", "abc"])
-    errors = json.loads((tmp_path / "a.json").read_text())["errors"]["float32"]
-    assert set(errors) == set(page_tables.ERRORS)
-    assert all(0 < error["relative"] < 1e-6 for error in errors.values())
 
 
 @pytest.mark.nightly

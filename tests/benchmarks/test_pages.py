@@ -3,7 +3,6 @@
 import json
 import re
 
-import accuracy
 import pytest
 import report
 import run
@@ -94,7 +93,7 @@ def test_plots_of_the_readme_match_the_results():
         )
 
 
-@pytest.mark.parametrize("script", [run, report, accuracy, sharding, train_9km])
+@pytest.mark.parametrize("script", [run, report, sharding, train_9km])
 def test_the_commands_that_a_program_begins_with_are_valid(script):
     doc = re.sub(r"\\\n *", "", script.__doc__)
     found = re.findall(rf"python benchmarks/{script.__name__}\.py((?: \S+)*)", doc)
