@@ -31,9 +31,6 @@ from suite import (
 )
 from support.forked import PROCESSES, forked_commands, start_server
 from support.nightly import nightly
-from torch.utils._pytree import tree_leaves
-
-from anemoi_gt.integrations.anemoi import edge_lists
 
 pytestmark = pytest.mark.application
 
@@ -144,7 +141,7 @@ def test_a_step_of_each_family_is_compared_and_timed(
         sizes = ["--area-grid", "O8", "--area-refinement", "2"]
     if case == "aifs":
         sizes = ["--hidden", "O4", "--window", "9"]
-    options = ["--configs", str(anemoi_configs), "--output", str(out), "--parts", "--variants"]
+    options = ["--configs", str(anemoi_configs), "--output", str(out), "--variants"]
     families.main([case, *SMALL_MODEL, *SHORT, *sizes, *options, *variants])
     report = json.loads(out.read_text())
     record = report["cases"][0]
@@ -155,28 +152,9 @@ def test_a_step_of_each_family_is_compared_and_timed(
     for name, variant in record["variants"].items():
         assert len(variant["rounds"]) == 2
         assert variant["median_ms"] >= variant["host_ms"] > 0
-        assert set(variant["parts_ms"]) == {"encoder encoder", "processor", "decoder decoder"}
         profile = variant["profile"]
         assert sum(profile["groups_ms"].values()) == pytest.approx(profile["total_ms"])
         assert ("attention, ours" in profile["families_ms"]) == (name != "untouched")
-
-
-@pytest.mark.nightly
-def test_parts_of_a_step_are_timed_with_its_edge_lists_which_keep_their_structure(
-    monkeypatch, anemoi_configs
-):
-    has_structure = []
-
-    def time_part(training, module, arguments, options):
-        for value in tree_leaves((arguments, options)):
-            if isinstance(value, torch.Tensor) and value.dtype == torch.int64:
-                has_structure.append(edge_lists.lookup(value) is not None)
-        return 1.0
-
-    monkeypatch.setattr(families, "time_part", time_part)
-    options = ["--configs", str(anemoi_configs), "--parts", "--variants", "install"]
-    families.main(["benchmark", *SMALL_MODEL, *SHORT, *options])
-    assert has_structure == [True] * 3  # processor, encoder, decoder
 
 
 @pytest.mark.nightly
