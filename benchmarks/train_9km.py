@@ -124,7 +124,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """Read the command line."""
     sizes = {"grid": "O1280", "refinement": 7, "check_grid": "O320", "check_refinement": 6}
     sizes |= {"channels": 1024, "heads": 16, "layers": 16, "precision": "bf16-mixed"}
-    parser = make_parser(__doc__, seconds=500, rounds=1, warmup=2, steps=3, **sizes)
+    parser = make_parser(__doc__, seconds=500, warmup=2, steps=3, **sizes)
     parser.add_argument(
         "--fields", type=int, nargs=2, default=[200, 90], help="input and output fields at a point"
     )

@@ -10,10 +10,9 @@ from itertools import product
 from pathlib import Path
 
 from suite import graphs
-from suite.calls import Refused
 from suite.problems import Problem
 from suite.timing import CLOCKS
-from suite.worker import Worker
+from suite.worker import Refused, Worker
 
 
 def warm(

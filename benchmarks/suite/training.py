@@ -134,14 +134,11 @@ def ours(options: Namespace, folder: Path) -> Iterator[dict]:
     }
     del graph
 
-    for round_, compiled, chunks in product(
-        range(options.rounds), options.compiled, options.chunks
-    ):
+    for compiled, chunks in product(options.compiled, options.chunks):
         record = {
             "contender": "anemoi_gt",
             "num_chunks": chunks,
             "compiled": bool(compiled),
-            "round": round_,
         }
         with computing(model, chunks, compiled=bool(compiled), average=step.average.module):
             record["estimated_gb"] = estimated_gb(model, config, batch)

@@ -12,12 +12,47 @@ from pathlib import Path
 import torch
 
 from suite import baselines, correctness, graphs
-from suite.calls import CALLS, Refused
-from suite.operands import draw, rotation
+from suite.operands import Operands, draw, rotation
 from suite.problems import Problem
-from suite.timing import CLOCKS, copy_speed, measure
+from suite.timing import CLOCKS, Gpu, copy_speed, measure
 
 PATIENCE = 10  # seconds that a process has to end by itself
+
+
+class Refused(Exception):
+    """A baseline does not support something; the message is the reason."""
+
+
+def forward(operands: Operands, attend: Callable) -> Callable:
+    """Return a call of the attention without gradients."""
+
+    def call():
+        with torch.no_grad():
+            return attend()
+
+    return call
+
+
+def forward_backward(operands: Operands, attend: Callable) -> Callable:
+    """Return a call of the attention with the gradients of all leaves."""
+    leaves = operands.leaves
+    return lambda: torch.autograd.grad(attend(), leaves, operands.grad_out)
+
+
+def replay(operands: Operands, attend: Callable) -> Callable:
+    """Return the same replayed from a CUDA graph, which removes the host time.
+
+    Raises
+    ------
+    Refused
+        Without a GPU.
+    """
+    if operands.query.device.type != "cuda":
+        raise Refused("CUDA graphs need a GPU")
+    return Gpu.record(forward_backward(operands, attend))
+
+
+CALLS = {"forward": forward, "forward_backward": forward_backward, "replay": replay}
 
 
 class Baseline:
