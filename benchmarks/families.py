@@ -20,7 +20,6 @@ A variant that runs out of memory is reported as well, and the others continue.
     kernels     ms of GPU kernels per step, by group; on a CPU, ms of operators
     GB          peak memory; for a captured step, peak during capture (a replay allocates nothing)
     loss, gradients   relative difference from the untouched model
-    parts       with --parts, ms of forward and backward of encoder, processor and decoder alone
 """
 
 import fnmatch
@@ -44,13 +43,11 @@ from suite.anemoi_training import (
 )
 from suite.environment import describe
 from suite.results import Results
-from suite.timing import CLOCKS, seconds_of
-from torch.utils._pytree import tree_leaves, tree_map
+from suite.timing import CLOCKS
 
 REFERENCES = ("untouched", "untouched, blocks compiled", "untouched, compiled whole")
 DEFAULT_VARIANTS = [name for name in VARIANTS if "attention alone" not in name]
 FEWEST, MOST = 3, 50  # measured steps of a variant in a round
-PART_REPEATS = 5
 OUT_OF_MEMORY = "out of memory"
 
 
@@ -151,67 +148,6 @@ def time_steps(training: Training, warmup: int, seconds: float) -> dict:
     return {"ms": steps, "host_ms": calls, "peak_gb": peak_gb, "scale": scale}
 
 
-def copied_to(device, value):
-    """Return a tensor of features as a new leaf on a device, and any other value as it is."""
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        return value
-    return value.detach().to(device).requires_grad_(value.requires_grad)
-
-
-def part_inputs(training: Training) -> dict[str, tuple]:
-    """Return module and inputs of encoder, processor and decoder in a step of the current variant.
-
-    Features are on the CPU and need a gradient where they do in the step. Edge lists are those of
-    the step: `install` keeps the structure of a list with the tensor.
-    """
-    model = training.model
-    modules = {"processor": model.processor}
-    for kind, mappers in (("encoder", model.encoder), ("decoder", model.decoder)):
-        for name, mapper in mappers.items():
-            modules[f"{kind} {name}"] = mapper
-    parts, hooks = {}, []
-
-    on_cpu = partial(copied_to, "cpu")
-
-    for name, module in modules.items():
-
-        def keep(module, arguments, options, name=name):
-            parts[name] = module, tree_map(on_cpu, arguments), tree_map(on_cpu, options)
-
-        hooks.append(module.register_forward_pre_hook(keep, with_kwargs=True))
-    # with gradients, as in the step: without them, compiled blocks would be compiled once more
-    training.loss(training.batch)
-    for hook in hooks:
-        hook.remove()
-    return parts
-
-
-def time_part(training: Training, module, arguments, options) -> float:
-    """Return the forward and backward time of a part in ms."""
-    as_input = partial(copied_to, training.device)
-    arguments, options = tree_map(as_input, arguments), tree_map(as_input, options)
-    directions = {}
-
-    def forward_backward():
-        with training.autocast():
-            out = module(*arguments, **options)
-        outputs = [
-            value
-            for value in tree_leaves(out)
-            if isinstance(value, torch.Tensor) and value.requires_grad
-        ]
-        for number, output in enumerate(outputs):
-            if number not in directions:
-                directions[number] = torch.randn_like(output)
-        torch.autograd.backward(outputs, [directions[i] for i in range(len(outputs))])
-
-    for _ in range(2):
-        forward_backward()
-    times = seconds_of(forward_backward, PART_REPEATS, training.device.type)
-    module.zero_grad(set_to_none=True)
-    return 1e3 * statistics.median(times)
-
-
 def measure(training: Training, name: str, options, reference, *, is_first: bool) -> dict:
     """Compare a variant with the reference, profile it and time it; later rounds only time it."""
     record = {}
@@ -224,11 +160,6 @@ def measure(training: Training, name: str, options, reference, *, is_first: bool
             kind = training.device.type
             steps = 3 if kind == "cuda" else 1
             record["profile"] = profile_of(training.step, steps, CLOCKS[kind].synchronize, kind)
-            if options.parts and not training.captured:
-                record["parts_ms"] = {
-                    part: time_part(training, *inputs)
-                    for part, inputs in part_inputs(training).items()
-                }
     return record
 
 
@@ -303,13 +234,9 @@ def row(name: str, record: dict) -> str:
 
 
 def table(record: dict) -> str:
-    """Return a case as a table, followed by the times of its parts."""
+    """Return a case as a table."""
     lines = [f"\n{record['name']}: {record['case']}", HEADER]
     lines += [row(name, variant) for name, variant in record["variants"].items()]
-    for name, variant in record["variants"].items():
-        if "parts_ms" in variant:
-            parts = (f"{part} {ms:.1f} ms" for part, ms in variant["parts_ms"].items())
-            lines.append(f"{name}: {', '.join(parts)}")
     return "\n".join(lines)
 
 
@@ -388,7 +315,6 @@ def make_parser():
         "--compile-mode",
         help="of torch.compile, such as max-autotune; to capture, max-autotune-no-cudagraphs",
     )
-    parser.add_argument("--parts", action="store_true", help="time encoder, processor, decoder")
     return parser
 
 

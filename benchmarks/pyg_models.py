@@ -1,7 +1,9 @@
-"""Four PyG models with `TransformerConv`, untouched and swapped: time and memory of a step.
+r"""Four PyG models with `TransformerConv`, untouched and swapped: time and memory of a step.
 
     python benchmarks/pyg_models.py --output benchmarks/results/pyg_models.json
     python benchmarks/pyg_models.py --models weather --output benchmarks/results/pyg_weather.json
+    python benchmarks/pyg_models.py --models batches --repeats 50 --device cpu \
+        --output benchmarks/results/cpu_batches.json
     python benchmarks/pyg_models.py --nodes 2000 --edges 20000 --hidden 8 --repeats 3 --device cpu \
         --refinement 2 --width 32 --blocks 2
 
@@ -12,7 +14,8 @@ nodes, 413,700 edges); it is measured in float32 and under bfloat16 autocast. Ti
 forward and backward in ms, with both models measured in turns. `one graph` passes a structure,
 built once, to the swapped model; `new graph` passes an edge list that has to be sorted, as with
 mini-batches. Outputs and gradients are compared before timing; results are written after each
-model.
+model. `--models batches` is one layer of 4 heads of 16 channels on mini-batches with the sizes of
+PyG's data sets.
 """
 
 import copy
@@ -27,6 +30,8 @@ from suite.environment import describe
 from suite.results import Results
 from suite.timing import seconds_of
 from support.pyg_models import DIM, MODELS, ConditionalProcessor
+from torch import nn
+from torch_geometric.nn import TransformerConv
 
 from anemoi_gt import GraphStructure
 from anemoi_gt.data.meshes import icosphere
@@ -34,6 +39,24 @@ from anemoi_gt.integrations.pyg import swap_layers
 
 # relative tolerance of output and gradients, for sums over thousands of edges
 AGREE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+BATCHES = {  # graphs, nodes and edges of each, edge attributes
+    "32 molecules": (32, 18, 36.25, 4),
+    "128 molecules": (128, 18, 36.25, 4),
+    "64 proteins": (64, 39, 145.6, None),
+    "32 superpixel images": (32, 116, 927, 1),
+}
+
+
+class Layer(nn.Module):
+    """A model of one layer with a skip connection."""
+
+    def __init__(self, heads: int, channels: int, edge_dim: int | None):
+        super().__init__()
+        self.layer = TransformerConv(heads * channels, channels, heads, edge_dim=edge_dim)
+
+    def forward(self, x, edges, edge_attr):
+        """Return the output of the layer."""
+        return self.layer(x, edges, edge_attr)
 
 
 def draw_graph(options, device):
@@ -57,6 +80,23 @@ def draw_mesh(options, device):
     x = torch.randn(nodes, options.width, generator=generator)
     edge_attr = torch.randn(near.shape[1], DIM, generator=generator)
     return x.to(device), near.to(device), edge_attr.to(device)
+
+
+def draw_batch(name, device):
+    """Return x, edge_index and edge_attr of a mini-batch; gradients of both features are wanted."""
+    generator = torch.Generator().manual_seed(0)
+    graphs, nodes, edges, edge_dim = BATCHES[name]
+    ends = [round(edges * i) for i in range(graphs + 1)]
+    edge_index = [
+        torch.randint(nodes, (2, ends[i + 1] - ends[i]), generator=generator) + i * nodes
+        for i in range(graphs)
+    ]
+    x = torch.randn(graphs * nodes, 64, generator=generator).to(device).requires_grad_()
+    edge_attr = None
+    if edge_dim is not None:
+        edge_attr = torch.randn(ends[-1], edge_dim, generator=generator).to(device)
+        edge_attr.requires_grad_()
+    return x, torch.cat(edge_index, 1).to(device), edge_attr
 
 
 def measure(calls, device, repeats):
@@ -90,6 +130,8 @@ def compare(make, inputs, dtype, repeats):
 
     def step(model, edges):
         model.zero_grad(set_to_none=True)
+        for leaf in filter(torch.is_tensor, (x, edge_attr)):
+            leaf.grad = None
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             out = model(x, edges, edge_attr)
         out.float().square().mean().backward()
@@ -104,7 +146,8 @@ def compare(make, inputs, dtype, repeats):
         "new graph": lambda: step(swapped, edge_index),
         "one graph": lambda: step(swapped, graph),
     }
-    return {"difference": off} | measure(calls, device, repeats)
+    facts = {"edges": edge_index.shape[1], "difference": off}
+    return facts | measure(calls, device, repeats)
 
 
 def difference(outputs, models, limit):
@@ -122,8 +165,13 @@ def difference(outputs, models, limit):
 
 
 def cases(options, device):
-    """Return the measurements by name: `--models` is all, weather or the name of a class."""
+    """Return the measurements by name: `--models` is all, weather, batches or a class name."""
     chosen = {}
+    if options.models == "batches":
+        for name, (*_, edge_dim) in BATCHES.items():
+            model = partial(Layer, 4, 16, edge_dim)
+            inputs = draw_batch(name, device)
+            chosen[name] = partial(compare, model, inputs, torch.float32, options.repeats)
     sizes = {"channels": options.channels, "hidden": options.hidden, "heads": options.heads}
     for make in MODELS:
         if make is not ConditionalProcessor and options.models in ("all", make.__name__):

@@ -9,13 +9,12 @@ Times are medians of whole calls. benchmarks/report.py makes tables and plots of
 """
 
 import argparse
-import json
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from suite import baselines, environment, lower_bound, problems, schedule
+from suite import baselines, environment, lower_bound, problems, results, schedule
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -54,7 +53,6 @@ def report(chosen: list[problems.Problem], done: schedule.Run, options: argparse
         facts["bytes"] = {
             kind: lower_bound.compulsory_bytes(problem, counts, kind) for kind in problem.passes
         }
-        facts["flops"] = {kind: lower_bound.flops(problem, counts, kind) for kind in problem.passes}
         described[problem.name] = facts
     run_environment = environment.describe(options.device, packages, options.commit)
     return {
@@ -78,10 +76,7 @@ def main(arguments: list[str] | None = None) -> None:
 
         def save(done: schedule.Run) -> None:
             if options.output:
-                options.output.parent.mkdir(parents=True, exist_ok=True)
-                options.output.write_text(
-                    json.dumps(report(chosen, done, options), indent=1) + "\n"
-                )
+                results.write(report(chosen, done, options), options.output)
 
         schedule.run(chosen, tuple(options.baselines), options.device, Path(folder), save)
 

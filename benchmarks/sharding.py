@@ -5,13 +5,11 @@ r"""One model on several GPUs: time of forward and backward, memory per GPU, eff
     python benchmarks/sharding.py --ranks 2 --tiny --output FILE       on a CPU, with gloo
 
 torchrun starts the ranks, in one job per number of ranks. If a job fails, this is reported, and the
-results of its completed tasks are kept. With --alone RANK, a single GPU does the work of one rank,
-without communication and without checking results. Parts:
+results of its completed tasks are kept. Parts:
 
     strong      encoder, processor and decoder on 1, 2, 4, ... ranks, without CUDA graphs
     replay      the same, replayed from a CUDA graph
     compiled    the same, with blocks compiled by Inductor, with and without CUDA graphs
-    sizes       smaller grids: weak scaling
     anemoi      the same model in anemoi-models, without CUDA graphs: with its own sharding,
                 untouched and under `install`, and with anemoi_gt's halo exchange; on request also
                 compiled (not strategy `heads`) and replayed (halo)
@@ -21,7 +19,6 @@ without communication and without checking results. Parts:
 
     efficiency        t(1) / (n t(n))                          for one graph on n ranks
     share             n memory(n) / memory(1)                  1 if memory scales as 1 / n
-    weak efficiency   (t(1) / work(1)) / (t(n) / work(n))      for graphs with equal work per rank
 """
 
 import argparse
@@ -36,26 +33,15 @@ import torch
 from suite import ROOT, results
 from suite.command_line import make_parser
 from suite.environment import describe
-from suite.plot import BAR, WIDE, canvas, words
 from suite.table import EMPTY, markdown
 
-PARTS = ("strong", "replay", "compiled", "anemoi", "sizes", "networks", "steps")
-PLOTTED = PARTS[:4]  # the large graph
+PARTS = ("strong", "replay", "compiled", "anemoi", "networks", "steps")
 RANKS = (1, 2, 4, 8)
-# O192 on 4 ranks has the same work per rank as O96 on 1
-SIZES = (
-    ("O96", 5),
-    ("O176", 5),
-    ("O192", 6),
-)
 ANEMOI = ("anemoi-models, edges", "anemoi-models, heads", "anemoi-models, edges, install")
 HALO = "anemoi-models, edges, install, halo"
 NETWORKS = ("anemoi-models, network", "anemoi-models, network, install")
 HALO_NETWORK = "anemoi-models, network, install, halo"
 TINY = {"grid": "O8", "refinement": 2, "heads": 4, "channels": 4, "layers": 2, "repeats": 2}
-TINY_SIZES = (("O4", 1),)
-ENDS = 130  # width left for figures behind bars
-NEAR = 0.25  # relative: work of a rank that counts as the same
 
 
 def tasks_of(options: argparse.Namespace, ranks: int) -> list[dict]:
@@ -77,21 +63,16 @@ def tasks_of(options: argparse.Namespace, ranks: int) -> list[dict]:
         {"part": "compiled", "compiled": True, "replayed": False},
         {"part": "compiled", "compiled": True, "replayed": True},
     ]
-    for name, refinement in TINY_SIZES if options.tiny else SIZES:
-        size = {"part": "sizes", "grid": name, "refinement": refinement}
-        tasks += [size, size | {"replayed": True}]
     compiled_options = (False, True) if "compiled" in options.parts else (False,)
     replayed_options = (False, True) if "replay" in options.parts else (False,)
     own = {"anemoi": ANEMOI, "networks": NETWORKS}
     halo = {"anemoi": HALO, "networks": HALO_NETWORK}
     for part, name in halo.items():
-        # Anemoi's own sharding consists of messages, which a rank alone leaves out
-        if ranks == 1 or options.alone is None:
-            for other, compiled in product(own[part], compiled_options):
-                # strategy `heads` is measured eager, on several ranks
-                if "heads" in other and (ranks == 1 or compiled):
-                    continue
-                tasks.append({"part": part, "model": other, "compiled": compiled})
+        for other, compiled in product(own[part], compiled_options):
+            # strategy `heads` is measured eager, on several ranks
+            if "heads" in other and (ranks == 1 or compiled):
+                continue
+            tasks.append({"part": part, "model": other, "compiled": compiled})
         for replayed, compiled in product(replayed_options, compiled_options):
             tasks.append({"part": part, "model": name, "compiled": compiled, "replayed": replayed})
     for replayed, divided in product((False, True), (False, True)):
@@ -113,16 +94,11 @@ def run_job(ranks: int, tasks: list[dict], report: dict, options: argparse.Names
             "tasks": tasks,
             "expected": [expected.get(compared_with(task)) for task in tasks],
             "repeats": options.repeats,
-            "ranks": ranks,
-            "alone": options.alone,
         }
         (folder / "work.json").write_text(json.dumps(work))
-        launcher = []
-        if options.alone is None:
-            torchrun = ["-m", "torch.distributed.run", "--standalone"]
-            launcher = [*torchrun, f"--nproc-per-node={ranks}"]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         script = str(ROOT / "benchmarks" / "sharding_rank.py")
-        command = [sys.executable, *launcher, script, folder_name]
+        command = [sys.executable, *torchrun, script, folder_name]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=options.seconds)
             error = done.stderr[-10000:] if done.returncode else None
@@ -142,7 +118,7 @@ def compared_with(task: dict) -> tuple:
 
 def name_of(record: dict) -> str:
     """Return the name of a record's series."""
-    name = graph_of(record) if record["part"] == "sizes" else record["model"]
+    name = record["model"]
     if record["part"] == "steps":
         name += ", step, parameters divided" if record["divided"] else ", step"
     if record["compiled"]:
@@ -150,11 +126,6 @@ def name_of(record: dict) -> str:
     if record["replayed"]:
         name += ", CUDA graph"
     return name
-
-
-def graph_of(record: dict) -> str:
-    """Return grid and mesh."""
-    return f"{record['grid']}, icosphere {record['refinement']}"
 
 
 def series(report: dict) -> dict[str, dict[int, dict]]:
@@ -183,28 +154,15 @@ def share(records: dict[int, dict], n: int) -> float | None:
     return n * n_ranks / one_rank if one_rank and n_ranks else None
 
 
-def weak(report: dict) -> list[tuple[dict, dict]]:
-    """Pair each pass on one rank with the pass on n ranks that has the nearest work per rank."""
-    known = [record for record in report["results"] if "work" in record and not record["compiled"]]
-    pairs = []
-    for alone in (record for record in known if record["ranks"] == 1):
-        for n in sorted({record["ranks"] for record in known} - {1}):
-            on_n = [r for r in known if r["ranks"] == n and r["replayed"] == alone["replayed"]]
-            nearest = min(on_n, key=lambda r: abs(r["work"] / alone["work"] - 1), default=None)
-            if nearest and abs(nearest["work"] / alone["work"] - 1) <= NEAR:
-                pairs.append((alone, nearest))
-    return pairs
-
-
 def tables(report: dict) -> str:
     """Return all tables in Markdown."""
-    return f"{times(report)}\n\n{details(report)}"
+    return f"{times(report)}\n\n{memory(report)}"
 
 
-def times(report: dict, what: str = "Forward and backward, ms") -> str:
-    """Return times and efficiency; `what` is the title of the names."""
+def times(report: dict) -> str:
+    """Return times and efficiency."""
     ranks = _ranks(report)
-    header = [what]
+    header = ["Forward and backward, ms"]
     for n in ranks:
         header += ["1 GPU"] if n == 1 else [f"{n} GPUs", "efficiency"]
     rows = []
@@ -218,15 +176,15 @@ def times(report: dict, what: str = "Forward and backward, ms") -> str:
     return markdown(header, rows)
 
 
-def details(report: dict) -> str:
-    """Return memory, halo and weak scaling."""
+def memory(report: dict) -> str:
+    """Return memory and halo of the tasks whose memory was measured."""
     ranks = _ranks(report)
     several = [n for n in ranks if n > 1]
-    memory_header = ["Memory, halo"]
+    header = ["Memory, halo"]
     for n in ranks:
-        memory_header += ["GB on 1"] if n == 1 else [f"GB on {n}", "share"]
-    memory_header += [f"MB on {n}" for n in several]
-    memory_rows = []
+        header += ["GB on 1"] if n == 1 else [f"GB on {n}", "share"]
+    header += [f"MB on {n}" for n in several]
+    rows = []
     for name, records in series(report).items():
         row = [name]
         for n in ranks:
@@ -237,30 +195,8 @@ def details(report: dict) -> str:
             halo_bytes = records.get(n, {}).get("halo_bytes")
             row.append(_cell(halo_bytes / 1e6 if halo_bytes else None, ".1f"))
         if row[1] != EMPTY:
-            memory_rows.append(row)
-    scaling_header = [
-        "Weak scaling: graph on 1 GPU",
-        "graph on n GPUs",
-        "n",
-        "10^6 edges",
-        "per rank",
-        "ms on 1",
-        "ms on n",
-        "efficiency",
-    ]
-    scaling_rows = []
-    for one, other in weak(report):
-        weak_efficiency = (one["ms"] / one["work"]) / (other["ms"] / other["work"])
-        row = [name_of(one), graph_of(other), other["ranks"]]
-        row += [f"{one['work'] / 1e6:.1f}", f"{other['work'] / 1e6:.1f}"]
-        row += [f"{one['ms']:.1f}", f"{other['ms']:.1f}", f"{weak_efficiency:.3f}"]
-        scaling_rows.append(row)
-    parts = []
-    if memory_rows:
-        parts.append(markdown(memory_header, memory_rows))
-    if scaling_rows:
-        parts.append(markdown(scaling_header, scaling_rows))
-    return "\n\n".join(parts)
+            rows.append(row)
+    return markdown(header, rows) if rows else ""
 
 
 def _ranks(report: dict) -> list[int]:
@@ -269,53 +205,6 @@ def _ranks(report: dict) -> list[int]:
 
 def _cell(value: float | None, form: str) -> str:
     return EMPTY if value is None else format(value, form)
-
-
-def plot(report: dict) -> str:
-    """Return a bar plot of the large graph's times by number of ranks, with ideal scaling."""
-    plotted = [record for record in report["results"] if record["part"] in PLOTTED]
-    series_by_name = {}
-    for name, records in series(report | {"results": plotted}).items():
-        if 1 in records and len(records) > 1:
-            series_by_name[name] = records
-    ranks = sorted({n for records in series_by_name.values() for n in records})
-    longest = 0.0
-    for records in series_by_name.values():
-        longest = max(longest, *(record["ms"] for record in records.values()))
-    scale = (WIDE - ENDS) / longest
-    shapes = [words(0, 16, "Forward and backward, time in ms", size=15)]
-    y = 66
-    for i, n in enumerate(ranks):
-        name = "1 rank" if n == 1 else f"{n} ranks"
-        shapes.append(f'<rect class="peer{i}" x="{110 * i}" y="31" width="13" height="13"/>')
-        shapes.append(words(110 * i + 19, 42, name, size=14))
-    for name, records in series_by_name.items():
-        shapes.append(words(0, y + 12, name, size=14))
-        y += 20
-        for n in records:
-            shapes.append(_bar(records, n, ranks.index(n), y, scale))
-            y += BAR
-        y += 12
-    labels = []
-    for name, records in series_by_name.items():
-        times = ", ".join(f"{record['ms']:.1f} ms on {n}" for n, record in records.items())
-        labels.append(f"{name}: {times}")
-    label = "; ".join(labels)
-    foot = words(0, y + 8, "in brackets: efficiency; line: ideal scaling", size=14)
-    return canvas(WIDE, y + 16, f"Time of forward and backward. {label}", "".join([*shapes, foot]))
-
-
-def _bar(records: dict[int, dict], n: int, colour: int, y: float, scale: float) -> str:
-    ms = records[n]["ms"]
-    figures = f"{ms:.1f}"
-    if n > 1:
-        figures += f" ({efficiency(records, n):.3f})"
-    bar = f'<rect class="peer{colour}" x="0" y="{y}" width="{scale * ms:.1f}" height="{BAR - 2}"/>'
-    bar += words(scale * ms + 7, y + BAR - 5, figures, size=14)
-    if n > 1:
-        ideal = scale * records[1]["ms"] / n
-        bar += f'<path class="floor" d="M{ideal:.1f},{y - 2}V{y + BAR}"/>'
-    return bar
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -336,12 +225,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="maximum number of ranks, one per GPU",
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument(
-        "--alone",
-        type=int,
-        metavar="RANK",
-        help="run only this rank of each job, without communication",
-    )
     parser.add_argument("--tiny", action="store_true", help="small enough for a CPU")
     options = parser.parse_args(arguments)
     if options.tiny:
@@ -356,7 +239,6 @@ def main(arguments: list[str] | None = None) -> int:
     facts = describe(device, {"torch", "triton", "anemoi-models"}, options.commit)
     facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if device == "cuda" else None
     facts["dtype"] = "bfloat16 autocast" if device == "cuda" else "float32"
-    facts["alone"] = options.alone
     errors = []
     report = {"environment": facts, "errors": errors, "results": []}
     for ranks in (n for n in RANKS if n <= options.ranks):

@@ -1,9 +1,9 @@
 """One rank of benchmarks/sharding.py: times and memory of a model sharded by torchrun.
 
 Times are medians over repetitions on the slowest rank. Memory is the maximum peak of a rank. Halo
-bytes and work are totals over all layers, forward and backward, on the busiest rank. Loss and
-gradients are compared with one rank before timing. After the same number of whole training steps,
-`last_loss` is the loss.
+bytes are totals over all layers, forward and backward, on the busiest rank. Loss and gradients are
+compared with one rank before timing. After the same number of whole training steps, `last_loss` is
+the loss.
 """
 
 import gc
@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from suite import lone_rank
 from suite.timing import CLOCKS
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -32,7 +31,6 @@ from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
 from anemoi_gt.distributed import make_mesh, optimizer_step, shard_parameters, sum_loss
 from anemoi_gt.distributed.model_shard import shard_model
-from anemoi_gt.distributed.partition import NODE_COST
 
 FIELDS = 100  # in and out of the data grid
 # relative tolerance of loss and gradients: bfloat16 on a GPU, float32 on a CPU
@@ -90,17 +88,13 @@ class AnemoiGtModel:
         self.average.update_parameters(self.model)
 
     def traffic(self) -> dict:
-        """Return halo bytes of a forward and backward pass, and work in units of an edge."""
+        """Return the halo bytes of a forward and backward pass."""
         encoder, decoder = self.model.encoder_edges["data"], self.model.decoder_edges["data"]
-        shards = [(1, encoder), (self.layers, self.model.processor_edges), (1, decoder)]
-        traffic = {"halo_bytes": 0, "work": 0}
-        for times, edges in shards:
-            shard = edges.structure()
-            halo = shard.halo
-            owned = shard.destinations.ranges.counts[shard.rank]
-            traffic["halo_bytes"] += times * (halo.num_sent + halo.num_received) * self.row_bytes
-            traffic["work"] += times * (NODE_COST * owned + len(shard.edges))
-        return traffic
+        rows = 0
+        for times, edges in [(1, encoder), (self.layers, self.model.processor_edges), (1, decoder)]:
+            halo = edges.structure().halo
+            rows += times * (halo.num_sent + halo.num_received)
+        return {"halo_bytes": rows * self.row_bytes}
 
 
 class AnemoiModel:
@@ -251,7 +245,7 @@ def run(task: dict, expected: list[float] | None, repeats: int, device: torch.de
         installed = nullcontext()
     with installed:
         norms = signature(part.model, step(part, device))
-        if dist.get_world_size() > 1 and dist.get_backend() != "fake":
+        if dist.get_world_size() > 1:
             check(norms, expected, AGREE[device.type])
         call = partial(step, part, device)
         if task["part"] == "steps":
@@ -276,18 +270,14 @@ def run(task: dict, expected: list[float] | None, repeats: int, device: torch.de
 def main(folder: Path) -> None:
     """Run the tasks in `work.json` one after the other; rank 0 adds records to `records.jsonl`."""
     work = json.loads((folder / "work.json").read_text())
-    alone = work["alone"]
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    if alone is None:
-        dist.init_process_group(device_id=device if device.type == "cuda" else None)
-    else:
-        lone_rank.start(alone, work["ranks"])
+    dist.init_process_group(device_id=device if device.type == "cuda" else None)
     for task, expected in zip(work["tasks"], work["expected"], strict=True):
         record = run(task, expected, work["repeats"], device)
-        if dist.get_rank() == 0 or alone is not None:
+        if dist.get_rank() == 0:
             with (folder / "records.jsonl").open("a") as file:
                 file.write(json.dumps(record) + "\n")
         gc.collect()  # the model, with its CUDA graph, before the next one

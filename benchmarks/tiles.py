@@ -3,12 +3,12 @@
     python benchmarks/tiles.py --output benchmarks/results/tiles_h200.json       N320 model parts
     python benchmarks/tiles.py --problems decoder-n320-c64 --kernels forward
 
-For each problem and kernel, attention runs forward and backward with every candidate tile, best
-score first. On a GPU, the time of a kernel is its median in a profile; without a GPU, kernels are
-interpreted and the time is of the whole pass. The results of the chosen tile are checked against
-the oracle first; results of other tiles must agree with them up to rounding. Several processes
-compile the tiles before they are timed. The exit status is 0 if everything was searched and the
-chosen tiles are within 10% of the fastest in the geometric mean, and within 25% at worst.
+For each problem and kernel, attention runs forward and backward with every candidate tile. On a
+GPU, the time of a kernel is its median in a profile; without a GPU, kernels are interpreted and the
+time is of the whole pass. The results of the chosen tile are checked against the oracle first;
+results of other tiles must agree with them up to rounding. Several processes compile the tiles
+before they are timed. The exit status is 0 if everything was searched and the chosen tiles are
+within 10% of the fastest in the geometric mean, and within 25% at worst.
 """
 
 import argparse
@@ -199,11 +199,7 @@ def search(case: Case, kernel: str, most: int | None) -> dict:
 
 def run(options: argparse.Namespace, results: Results, folder: Path) -> None:
     """Search every kernel on every problem, as long as there is time."""
-    chosen = [
-        problem
-        for problem in problems.select(options.problems)
-        if "forward_backward" in problem.passes
-    ]
+    chosen = problems.select(options.problems)
     graphs.build([problem.graph for problem in chosen], folder)
     for problem, kernel in product(chosen, options.kernels):
         if DEVICE == "cuda":
@@ -255,9 +251,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     every = [*ROW_KERNELS, *CONTRACTIONS]
     parser.add_argument("--kernels", nargs="+", choices=every, default=every)
-    parser.add_argument(
-        "--most", type=int, help="number of candidates to try per kernel, best score first"
-    )
+    parser.add_argument("--most", type=int, help="number of candidates to try per kernel")
     parser.add_argument(
         "--seconds", type=float, default=540, help="start no search after this time"
     )

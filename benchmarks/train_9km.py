@@ -62,7 +62,7 @@ def start(part: str, options: argparse.Namespace, results: Results, folder: Path
     errors = folder / f"{part}.err"
     with lines.open("w") as out, errors.open("w") as err:
         launcher: tuple[str, ...] = ()
-        if part == "sharded" and options.alone is None:
+        if part == "sharded":
             torchrun = ("-m", "torch.distributed.run", "--standalone")
             launcher = (*torchrun, f"--nproc-per-node={options.ranks}")
         command = [
@@ -124,7 +124,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """Read the command line."""
     sizes = {"grid": "O1280", "refinement": 7, "check_grid": "O320", "check_refinement": 6}
     sizes |= {"channels": 1024, "heads": 16, "layers": 16, "precision": "bf16-mixed"}
-    parser = make_parser(__doc__, seconds=500, rounds=1, warmup=2, steps=3, **sizes)
+    parser = make_parser(__doc__, seconds=500, warmup=2, steps=3, **sizes)
     parser.add_argument(
         "--fields", type=int, nargs=2, default=[200, 90], help="input and output fields at a point"
     )
@@ -136,9 +136,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--ranks", type=int, default=2, help="ranks that share the model, for the part `sharded`"
-    )
-    parser.add_argument(
-        "--alone", type=int, metavar="RANK", help="run this rank by itself, without communication"
     )
     parser.add_argument("--chunks", type=int, nargs="+", default=[16, 8, 4], help="of anemoi_gt")
     parser.add_argument("--anemoi-chunks", type=int, nargs="+", default=[2, 4, 8, 16])

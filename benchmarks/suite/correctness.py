@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from support.accuracy import assert_within
@@ -15,16 +14,6 @@ from suite.operands import Operands
 from suite.problems import Problem
 
 DESTINATIONS, SOURCES = 128, 16
-
-
-class Sides(NamedTuple):
-    """A graph structure: the edges by destination, and their order by source."""
-
-    colptr: Tensor  # [N_dst + 1]
-    row: Tensor  # [E] source of each edge
-    rowptr: Tensor  # [N_src + 1]
-    csr_to_csc: Tensor  # [E] edges in order of their sources
-    perm: Tensor | None  # [E] the caller's edge at each position of row; None: the same
 
 
 @dataclass(frozen=True)
@@ -103,29 +92,6 @@ def check_attention(
     for name in index_by_name.keys() & result.keys() - {"out"}:
         _in_sample(result[name], last)[index_by_name[name]] = 0
         assert not result[name].any(), f"{name}: not zero where the incoming gradient is zero"
-
-
-def check_structure(coo: Coo, sides: Sides) -> None:
-    """Raise AssertionError unless both sides hold exactly the edges of `coo`."""
-    src, dst = coo.edge_index
-    num_src, num_dst = coo.sizes
-    identity = torch.arange(len(src), device=src.device)
-    perm = identity if sides.perm is None else sides.perm.long()
-    order = sides.csr_to_csc.long()
-    assert torch.equal(perm.sort().values, identity), "perm must be a permutation"
-    assert torch.equal(sides.row.long(), src[perm]), "row must hold the sources"
-    assert torch.equal(_ends(sides.colptr, num_dst), dst[perm]), (
-        "colptr must count the destinations"
-    )
-    assert torch.equal(order.sort().values, identity), "csr_to_csc must be a permutation"
-    assert torch.equal(_ends(sides.rowptr, num_src), src[perm][order]), (
-        "rowptr must count the sources"
-    )
-
-
-def _ends(pointers: Tensor, nodes: int) -> Tensor:
-    """Return the node of each edge, from the pointers of one side."""
-    return torch.arange(nodes, device=pointers.device).repeat_interleave(pointers.long().diff())
 
 
 def _in_sample(tensor: Tensor, sample: int) -> Tensor:

@@ -336,11 +336,12 @@ def cpu_batches() -> str:
     """A whole layer on a CPU beside PyG's, on mini-batches of small graphs."""
     name = "cpu_batches.json"
     rows = []
-    for line in load(name)["results"]:
-        time = line["forward_backward"]
-        row = [line["batch"], f"{line['edges']:,}", f"{time['pyg']:.2f}"]
+    for batch, line in load(name)["models"].items():
+        pyg = line["pyg"]["median_ms"]
+        row = [batch, f"{line['edges']:,}", f"{pyg:.2f}"]
         for contender in ("new graph", "one graph"):
-            row += [f"{time[contender]:.2f}", _ratio(time["pyg"], time[contender])]
+            ours = line[contender]["median_ms"]
+            row += [f"{ours:.2f}", _ratio(pyg, ours)]
         rows.append(row)
     header = ["mini-batch", "edges", "PyG, ms", "new graph each step, ms", "faster"]
     return _with_sources([*header, "one graph, ms", "faster"], rows, name)
@@ -356,18 +357,6 @@ def cpu_model() -> str:
         "A training step of Anemoi's graph transformer (O32, icosphere 4, 64 channels, 2 layers, "
         f"float32) takes {theirs:.0f} ms, under `install` {ours:.0f} ms (`{name}`)."
     )
-
-
-ERRORS = {
-    "out": "`out`",
-    "lse": "`lse`",
-    "dquery": "gradient of query",
-    "dkey": "gradient of key",
-    "dvalue": "gradient of value",
-    "dedge_attr": "gradient of attributes",
-    "dedge_weight": "gradient of weight",
-    "dedge_bias": "gradient of bias",
-}
 
 
 HOST_BOUND_TASKS = ("step", "one thread", "forecast")  # of host_bound.py
@@ -397,34 +386,6 @@ def host_bound() -> str:
                 row.append(table.of_processes(times) if None not in times else EMPTY)
             rows.append(row)
     return _with_sources(["model", "processes", *forms], rows, name)
-
-
-def accuracy() -> str:
-    """The largest errors of backend `torch`, relative to plain PyTorch, in a sentence."""
-    name = "accuracy_cpu.json"
-    largest = {
-        dtype: max(error["over_plain"] for error in by_result.values())
-        for dtype, by_result in load(name)["errors"].items()
-    }
-    limits = ", ".join(f"{times:.2f} in {dtype}" for dtype, times in largest.items())
-    return (
-        f"Backend `torch`, over 13 graphs, 4 forms of edge features and 4 shapes (`{name}`): the "
-        "RMS error of every result and gradient, relative to that of plain PyTorch, is at most "
-        f"{limits}."
-    )
-
-
-def errors(measured: dict) -> str:
-    """Return the errors that benchmarks/accuracy.py measures as a Markdown table."""
-    dtypes = list(measured["errors"])
-    rows = []
-    for name, title in ERRORS.items():
-        row = [title]
-        for dtype in dtypes:
-            error = measured["errors"][dtype][name]
-            row.append(f"{error['relative']:.1e} ({error['over_plain']:.2f})")
-        rows.append(row)
-    return markdown(["result", *dtypes], rows)
 
 
 def accuracy_random() -> str:
@@ -470,6 +431,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "attention-skewed": skewed,
     "cpu-batches": cpu_batches,
     "cpu-model": cpu_model,
-    "accuracy": accuracy,
     "accuracy-random": accuracy_random,
 }

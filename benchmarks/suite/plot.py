@@ -61,7 +61,7 @@ def bars(results: dict) -> str:
         )
     height = TOP + group * len(problems) + 20
     legend = words(NAMES, 16, "Attention, forward and backward, time in ms", size=15)
-    legend += _legend(results, WIDE, 42)
+    legend += _legend(results, 42)
     legend += words(NAMES, height - 8, "line: lower bound (memory bandwidth)", size=14)
     labels = []
     for name, by_baseline in times.items():
@@ -127,7 +127,7 @@ def _bar(results: dict, baseline: str, top: float, scale: float, times: dict) ->
     return bar + words(NAMES + length + 7, top + BAR - 5, figure(times[baseline]) + ratio, size=14)
 
 
-def _legend(results: dict, width: float, y: float) -> str:
+def _legend(results: dict, y: float) -> str:
     """Return the names of the baselines in a line that begins where the bars do."""
     shapes = []
     x = NAMES
@@ -139,13 +139,10 @@ def _legend(results: dict, width: float, y: float) -> str:
     return "".join(shapes)
 
 
-def words(
-    x: float, y: float, text: str, anchor: str = "start", kind: str = "", size: int = 12
-) -> str:
-    """Return a line of text, of the class `kind`."""
-    name = f' class="{kind}"' if kind else ""
+def words(x: float, y: float, text: str, anchor: str = "start", size: int = 12) -> str:
+    """Return a line of text."""
     attributes = f'x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}"'
-    return f"<text{name} {attributes}>{text}</text>"
+    return f"<text {attributes}>{text}</text>"
 
 
 def canvas(width: float, height: float, label: str, shapes: str) -> str:

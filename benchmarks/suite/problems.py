@@ -12,14 +12,8 @@ PARTS = {
     "processor": ("hidden", "hidden"),
     "decoder": ("hidden", "data"),
 }
-PASSES = {
-    "forward": "forward without gradients",
-    "forward_backward": "forward and backward",
-    "replay": "forward and backward, replayed from a CUDA graph",
-    "structure": "structure from COO, stable",
-    "structure_unstable": "structure from COO, unstable",
-}
-ATTENTION, STRUCTURE = ("forward", "forward_backward"), ("structure", "structure_unstable")
+# Passes: without gradients; both passes; "replay" is both, replayed from a CUDA graph.
+ATTENTION = ("forward", "forward_backward")
 
 
 @dataclass(frozen=True)
@@ -76,7 +70,7 @@ class Problem:
     dtype: str = "bfloat16"  # of every operand, a name in torch
     batch: int = 1  # B, on the one graph, with shared edge attributes
     gradients: tuple[str, ...] = GRADIENTS  # operands whose gradients backward returns
-    passes: tuple[str, ...] = ATTENTION  # keys of PASSES
+    passes: tuple[str, ...] = ATTENTION
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -85,18 +79,12 @@ class Problem:
 
 
 def _model(group: str, grid: str, refinement: int, channels: tuple[int, ...]) -> list[Problem]:
-    """Return encoder, processor and decoder of a grid and a mesh, and their structures."""
-    graphs = {part: Weather(part, grid, refinement) for part in PARTS}
-    attention = [
-        Problem(f"{part}-{group}-c{width}", group, graph, channels=width)
+    """Return encoder, processor and decoder of a grid and a mesh."""
+    return [
+        Problem(f"{part}-{group}-c{width}", group, Weather(part, grid, refinement), channels=width)
         for width in channels
-        for part, graph in graphs.items()
+        for part in PARTS
     ]
-    structure = [
-        Problem(f"structure-{part}-{group}", group, graph, passes=STRUCTURE)
-        for part, graph in graphs.items()
-    ]
-    return attention + structure
 
 
 def _variants(group: str, grid: str, refinement: int) -> list[Problem]:
@@ -113,21 +101,6 @@ def _variants(group: str, grid: str, refinement: int) -> list[Problem]:
         replace(problem, name=f"{problem.name}-{label}", group=f"{group}-variants", **change)
         for label, change in changes.items()
         for problem in _model(group, grid, refinement, (64,))
-        if problem.passes == ATTENTION
-    ]
-
-
-def _replays(group: str, grid: str, refinement: int) -> list[Problem]:
-    """Return the same parts replayed from a CUDA graph and launched, which shows the host time."""
-    return [
-        replace(
-            problem,
-            name=f"{problem.name}-replay",
-            group=f"{group}-replay",
-            passes=("forward_backward", "replay"),
-        )
-        for problem in _model(group, grid, refinement, (64, 32))
-        if problem.passes == ATTENTION
     ]
 
 
@@ -159,10 +132,7 @@ def _small() -> list[Problem]:
         Problem(f"processor-small-i5-c{c}", "small", mesh, channels=c, dtype="float32")
         for c in (8, 32)
     ]
-    structure = Problem(
-        "structure-processor-small-i5", "small", mesh, dtype="float32", passes=("structure",)
-    )
-    return [*parts, *meshes, structure]
+    return [*parts, *meshes]
 
 
 PROBLEMS = {
@@ -170,10 +140,6 @@ PROBLEMS = {
     for problem in [
         *_model("n320", "N320", 6, (64, 32)),
         *_variants("n320", "N320", 6),
-        *_replays("n320", "N320", 6),
-        *_model("o320", "O320", 6, (64, 32)),
-        *_model("o96", "O96", 5, (64, 32)),
-        *_variants("o96", "O96", 5),
         Problem("edges1000-c64", "host", Random(512, 256, 1000), passes=(*ATTENTION, "replay")),
         *_skewed(),
         *_small(),

@@ -9,11 +9,10 @@ from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 
-from suite import graphs, lower_bound
-from suite.calls import Refused
+from suite import graphs
 from suite.problems import Problem
 from suite.timing import CLOCKS
-from suite.worker import Worker
+from suite.worker import Refused, Worker
 
 
 def warm(
@@ -93,17 +92,15 @@ class Run:
             if name in reasons:
                 self._add(problem, kind, name, reason=reasons[name])
             else:
-                self._add(problem, kind, name, **self._summary(problem, kind, times, peaks[name]))
+                self._add(problem, kind, name, **self._summary(times, peaks[name]))
 
-    def _summary(self, problem: Problem, kind: str, times: list[float], peak: int | None) -> dict:
+    def _summary(self, times: list[float], peak: int | None) -> dict:
         low, median, high = statistics.quantiles(times, n=4, method="inclusive")
-        nbytes = lower_bound.compulsory_bytes(problem, self.sizes[str(problem.graph)], kind)
         return {
             "median_ms": median,
             "quartiles_ms": [low, high],
             "calls": len(times),
             "peak_bytes": peak,
-            "bytes_per_second": nbytes / (1e-3 * median),
         }
 
     def _add(self, problem: Problem, kind: str, name: str, **fields) -> None:

@@ -3,44 +3,22 @@
 from collections.abc import Sequence
 from statistics import median
 
-from suite.problems import PASSES, STRUCTURE
-
 HEADINGS = {
-    "forward": "Forward, no gradients",
     "forward_backward": "Forward and backward",
+    "forward": "Forward, no gradients",
     "replay": "From a CUDA graph",
-    "structure": "Building the structure",
 }
 STEADY = 0.1  # interquartile range over the median
 EMPTY = "–"  # noqa: RUF001  a dash, as printers set it
 
 
 def tables(results: dict) -> str:
-    """Return all tables in Markdown."""
-    return f"{summary(results)}\n\n{details(results)}"
-
-
-def summary(results: dict) -> str:
-    """Return forward and backward times, memory, and reasons of empty cells."""
-    lines = _lines(results)
-    times = _times(results, lines, ("forward_backward",), HEADINGS["forward_backward"])
-    return _joined(times, _memory(results, lines), _notes(results))
-
-
-def details(results: dict) -> str:
-    """Return times of forward alone, from a CUDA graph, and of structures."""
-    lines = _lines(results)
-    forward = _times(results, lines, ("forward",), HEADINGS["forward"])
-    replay = _times(results, lines, ("replay",), HEADINGS["replay"])
-    structure = _times(results, lines, STRUCTURE, HEADINGS["structure"])
-    return _joined(forward, replay, structure)
-
-
-def _lines(results: dict) -> dict:
-    return {(line["problem"], line["pass"], line["baseline"]): line for line in results["results"]}
-
-
-def _joined(*parts: str) -> str:
+    """Return times by pass, memory, and reasons of empty cells, in Markdown."""
+    lines = {}
+    for line in results["results"]:
+        lines[line["problem"], line["pass"], line["baseline"]] = line
+    times = [_times(results, lines, kind) for kind in HEADINGS]
+    parts = [*times, _memory(results, lines), _notes(results)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -57,30 +35,26 @@ def lower_bound_seconds(results: dict, problem: str, kind: str) -> float:
     )
 
 
-def _times(results: dict, lines: dict, kinds: tuple[str, ...], heading: str) -> str:
+def _times(results: dict, lines: dict, kind: str) -> str:
     """Return median times, lower bounds, and multiples of the first baseline's time."""
     first, *others = results["baselines"]
     rows = []
     for name, problem in results["problems"].items():
-        for kind in kinds:
-            first_line = lines.get((name, kind, first), {})
-            other_lines = [lines.get((name, kind, baseline), {}) for baseline in others]
-            is_timed = any("median_ms" in line for line in (first_line, *other_lines))
-            if kind not in problem["passes"] or not is_timed:
-                continue
-            bound = 1e3 * lower_bound_seconds(results, name, kind)
-            label = f"`{name}`"
-            if len(kinds) > 1:
-                label += f", {PASSES[kind].rpartition(', ')[2]}"
-            first_ms = first_line.get("median_ms")
-            share = f"{bound / first_ms:.0%}" if first_ms else EMPTY
-            row = [label, figure(bound), _cell(first_line), share]
-            row += [_cell(line, first_ms) for line in other_lines]
-            rows.append(row)
+        first_line = lines.get((name, kind, first), {})
+        other_lines = [lines.get((name, kind, baseline), {}) for baseline in others]
+        is_timed = any("median_ms" in line for line in (first_line, *other_lines))
+        if kind not in problem["passes"] or not is_timed:
+            continue
+        bound = 1e3 * lower_bound_seconds(results, name, kind)
+        first_ms = first_line.get("median_ms")
+        share = f"{bound / first_ms:.0%}" if first_ms else EMPTY
+        row = [f"`{name}`", figure(bound), _cell(first_line), share]
+        row += [_cell(line, first_ms) for line in other_lines]
+        rows.append(row)
     if not rows:
         return ""
-    title, *other_titles = titles(results)
-    header = [heading, "lower bound", title, "of copy bandwidth", *other_titles]
+    title, *other_titles = results["baselines"].values()
+    header = [HEADINGS[kind], "lower bound", title, "of copy bandwidth", *other_titles]
     return _without_empty_columns(header, rows)
 
 
@@ -96,12 +70,7 @@ def _memory(results: dict, lines: dict) -> str:
             rows.append([f"`{name}`", *cells])
     if not rows:
         return ""
-    return _without_empty_columns(["Peak memory, GB", *titles(results)], rows)
-
-
-def titles(results: dict) -> list[str]:
-    """Return the names of the baselines without call details, which the page has."""
-    return [title.partition(", as ")[0] for title in results["baselines"].values()]
+    return _without_empty_columns(["Peak memory, GB", *results["baselines"].values()], rows)
 
 
 def _notes(results: dict) -> str:
@@ -109,15 +78,13 @@ def _notes(results: dict) -> str:
     copy = max(results["environment"]["copy_bytes_per_second"]) / 1e9
     text = "Medians in ms; in brackets, time relative to anemoi_gt. A copy in the same run moves "
     text += f"{copy:,.0f} GB/s. {_spread(results)}"
-    names = dict(zip(results["baselines"], titles(results), strict=True))
     problems_by_reason = {}
     for line in results["results"]:
-        # most baselines have none, and then no column
-        if "reason" in line and line["pass"] not in STRUCTURE:
+        if "reason" in line:
             reason = line["reason"]
             if reason.startswith("wrong: "):
                 reason = "fails the correctness check"
-            key = names[line["baseline"]], reason
+            key = results["baselines"][line["baseline"]], reason
             problems_by_reason.setdefault(key, []).append(line["problem"])
     for (baseline, reason), problems in problems_by_reason.items():
         unique_names = ", ".join(f"`{name}`" for name in dict.fromkeys(problems))

@@ -3,7 +3,7 @@
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -21,30 +21,19 @@ from anemoi_gt.app.training.step import AUTOCAST, TrainingStep, compile_blocks
 from anemoi_gt.distributed import (
     ShardingConfig,
     init_distributed,
-    make_mesh,
     reduce_gradients,
     shard_model,
 )
 from anemoi_gt.distributed.module_shard import FixedGraph
 from anemoi_gt.distributed.process_group import local_device, make_cpu_group
 from anemoi_gt.nn import GraphTransformerBaseBlock, split_destinations
-from suite import lone_rank
-from suite.inference import PARTS, Setting, checked_destinations, plain_mapper
+from suite import mappers
 from suite.timing import CLOCKS, seconds_of
 
 CHECKED = 64  # destinations of each kind
 GRADIENT_FACTOR, OUTPUT_FACTOR = 3, 2  # times the error of plain PyTorch in the same dtype
 NO_GRADIENT = "lin_key.bias"  # a constant on all keys changes no softmax: what is left is rounding
 FLOAT32_ERROR = 1e-4  # of all gradients together, relative
-
-
-def setting(options: Namespace) -> Setting:
-    """Return the sizes of single mappers, which compute in the run's precision from float32."""
-    sizes = {
-        name: getattr(options, name)
-        for name in ("grid", "refinement", "channels", "heads", "device")
-    }
-    return Setting(fields=options.fields[0], dtype="float32", repeats=1, **sizes)
 
 
 def make_model(graph, options: Namespace) -> EncoderProcessorDecoder:
@@ -145,14 +134,11 @@ def ours(options: Namespace, folder: Path) -> Iterator[dict]:
     }
     del graph
 
-    for round_, compiled, chunks in product(
-        range(options.rounds), options.compiled, options.chunks
-    ):
+    for compiled, chunks in product(options.compiled, options.chunks):
         record = {
             "contender": "anemoi_gt",
             "num_chunks": chunks,
             "compiled": bool(compiled),
-            "round": round_,
         }
         with computing(model, chunks, compiled=bool(compiled), average=step.average.module):
             record["estimated_gb"] = estimated_gb(model, config, batch)
@@ -177,29 +163,21 @@ def ours(options: Namespace, folder: Path) -> Iterator[dict]:
 def sharded(options: Namespace, folder: Path) -> Iterator[dict]:
     """Yield, on rank 0, loss and gradients of all ranks and of one GPU, then timed steps.
 
-    Times are from the slowest rank, memory from the rank that needs most. A rank alone only times
-    steps.
+    Times are from the slowest rank, memory from the rank that needs most.
     """
     sharding = ShardingConfig("edges", options.ranks, timeout=options.limit)
     device = options.device
-    is_alone = options.alone is not None
-    if is_alone:
-        lone_rank.start(options.alone, options.ranks)
-        process_group = nullcontext(make_mesh(device, options.ranks))
-    else:
-        process_group = init_distributed(sharding, device)
-    with process_group as mesh:
+    with init_distributed(sharding, device) as mesh:
         graph = torch.load(folder / "9km.graph", weights_only=False)
         batch = draw(graph["data"].num_nodes, options)
         model = make_model(graph, options)
         weights = torch.ones(graph["data"].num_nodes)
         del graph
-        if not is_alone:
-            with computing(model, max(options.chunks)), autocast(options.precision, device):
-                loss = (model(batch.inputs) - batch.target).square().mean()
-                loss.backward()
-            expected = {name: parameter.grad for name, parameter in model.named_parameters()}
-            model.zero_grad()
+        with computing(model, max(options.chunks)), autocast(options.precision, device):
+            loss = (model(batch.inputs) - batch.target).square().mean()
+            loss.backward()
+        expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+        model.zero_grad()
         shard = shard_model(model, mesh)
         local_nodes = shard.partitions["data"].nodes(shard.rank, device)
         num_nodes = len(weights)
@@ -212,26 +190,25 @@ def sharded(options: Namespace, folder: Path) -> Iterator[dict]:
             device=device,
             cuda_graph=False,  # the model changes between the steps
         )
-        group = mesh.get_group("model") if is_alone else make_cpu_group(sharding)
+        group = make_cpu_group(sharding)
         parts = {"num_nodes": num_nodes, "shard": shard, "mesh": mesh, "group": group}
         step = ShardedTrainingStep(model, weights, config, local_device(device), **parts)
-        if not is_alone:
-            off = abs(step.forward_backward(batch) - loss).item()
-            reduce_gradients(step.shared, step.own, mesh)
-            for name, table in shard.tables.items():
-                expected[name] = expected[name][table.index]
-            gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-            record = {"check": "loss and gradients of all ranks"}
-            record |= difference(gradients, expected)
-            record |= {
-                "ranks": mesh.size(),
-                "num_chunks": max(options.chunks),
-                "loss_off": off / loss.item(),
-            }
-            is_right = max(record["off"], record["loss_off"]) < 5e-2
-            record["outcome"] = "right" if is_right else "wrong"
-            del expected, gradients
-            yield from on_first_rank(record)
+        off = abs(step.forward_backward(batch) - loss).item()
+        reduce_gradients(step.shared, step.own, mesh)
+        for name, table in shard.tables.items():
+            expected[name] = expected[name][table.index]
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        record = {"check": "loss and gradients of all ranks"}
+        record |= difference(gradients, expected)
+        record |= {
+            "ranks": mesh.size(),
+            "num_chunks": max(options.chunks),
+            "loss_off": off / loss.item(),
+        }
+        is_right = max(record["off"], record["loss_off"]) < 5e-2
+        record["outcome"] = "right" if is_right else "wrong"
+        del expected, gradients
+        yield from on_first_rank(record)
         for compiled, chunks in product(options.compiled, options.chunks):
             record = {
                 "contender": "anemoi_gt",
@@ -254,7 +231,7 @@ def on_first_rank(record: dict) -> Iterator[dict]:
     """Yield, on rank 0, a record whose floats are the maxima over all ranks. Collective."""
     records = [None] * dist.get_world_size()
     dist.all_gather_object(records, record)
-    if dist.get_rank() == 0 or dist.get_backend() == "fake":
+    if dist.get_rank() == 0:
         maxima = {}
         for key, value in record.items():
             if isinstance(value, float):
@@ -440,15 +417,15 @@ def check_model(options: Namespace, folder: Path) -> Iterator[dict]:
 
 def check_mappers(options: Namespace, folder: Path) -> Iterator[dict]:
     """Yield comparisons of each mapper with float64 at some destinations of the large grid."""
-    for part, numbers in zip(PARTS, options.check_chunks, strict=True):
+    for part, numbers in zip(("encoder", "decoder"), options.check_chunks, strict=True):
         yield from check_mapper(part, numbers, options, folder)
 
 
 def check_mapper(part: str, numbers: list[int], options: Namespace, folder: Path) -> Iterator[dict]:
     """Yield comparisons of one mapper, for each number of chunks."""
-    problem = setting(options).problem(part, folder)
+    problem = mappers.draw(part, options, folder)
     problem.mapper.train().gradient_checkpointing = True
-    destinations = checked_destinations(problem, CHECKED)
+    destinations = mappers.checked_destinations(problem, CHECKED)
     leaves = {"edge_attr": problem.edge_attr}
     if part == "decoder":
         leaves["x_src"] = problem.x[0]
@@ -466,10 +443,10 @@ def check_mapper(part: str, numbers: list[int], options: Namespace, folder: Path
             tensor.grad = None
         return {name: tensor.cpu() for name, tensor in results.items()}
 
-    exact = differentiate(*plain_mapper(problem, destinations, torch.float64, "cpu"))
+    exact = differentiate(*mappers.plain_mapper(problem, destinations, torch.float64, "cpu"))
     with autocast(options.precision, options.device):
         baseline = differentiate(
-            *plain_mapper(problem, destinations, torch.float32, options.device)
+            *mappers.plain_mapper(problem, destinations, torch.float32, options.device)
         )
     graph = GraphStructure.from_edge_index(
         problem.edge_index, tuple(side.shape[0] for side in problem.x)

@@ -12,12 +12,47 @@ from pathlib import Path
 import torch
 
 from suite import baselines, correctness, graphs
-from suite.calls import CALLS, Refused
-from suite.operands import draw, rotation
-from suite.problems import STRUCTURE, Problem
-from suite.timing import CLOCKS, copy_speed, measure
+from suite.operands import Operands, draw, rotation
+from suite.problems import Problem
+from suite.timing import CLOCKS, Gpu, copy_speed, measure
 
 PATIENCE = 10  # seconds that a process has to end by itself
+
+
+class Refused(Exception):
+    """A baseline does not support something; the message is the reason."""
+
+
+def forward(operands: Operands, attend: Callable) -> Callable:
+    """Return a call of the attention without gradients."""
+
+    def call():
+        with torch.no_grad():
+            return attend()
+
+    return call
+
+
+def forward_backward(operands: Operands, attend: Callable) -> Callable:
+    """Return a call of the attention with the gradients of all leaves."""
+    leaves = operands.leaves
+    return lambda: torch.autograd.grad(attend(), leaves, operands.grad_out)
+
+
+def replay(operands: Operands, attend: Callable) -> Callable:
+    """Return the same replayed from a CUDA graph, which removes the host time.
+
+    Raises
+    ------
+    Refused
+        Without a GPU.
+    """
+    if operands.query.device.type != "cuda":
+        raise Refused("CUDA graphs need a GPU")
+    return Gpu.record(forward_backward(operands, attend))
+
+
+CALLS = {"forward": forward, "forward_backward": forward_backward, "replay": replay}
 
 
 class Baseline:
@@ -33,12 +68,8 @@ class Baseline:
 
     def check(self, problem: Problem) -> None:
         """Compile and check all passes of a problem."""
-        coo = self._graph(problem)
-        for kind in STRUCTURE:
-            if kind in problem.passes and self.baseline.structure:
-                correctness.check_structure(coo, self._structure(coo, kind)())
-        if "forward_backward" in problem.passes:
-            correctness.check_attention(problem, draw(problem, coo), self.baseline.attention)
+        operands = draw(problem, self._graph(problem))
+        correctness.check_attention(problem, operands, self.baseline.attention)
 
     def time(self, problem: Problem, kind: str) -> tuple[list[float], int | None]:
         """Return the milliseconds of each call of a pass, and the peak memory of one in bytes."""
@@ -55,19 +86,8 @@ class Baseline:
     def _calls(self, problem: Problem, coo: graphs.Coo, kind: str) -> list[Callable]:
         """Return one call per set of operands; the sets are used in turn."""
         cache = self.clock.cache_bytes()
-        if kind in STRUCTURE:
-            copies = rotation(lambda _: coo._replace(edge_index=coo.edge_index.clone()), cache)
-            return [self._structure(copy, kind) for copy in copies]
         sets = rotation(partial(draw, problem, coo), cache)
         return [CALLS[kind](operands, self.baseline.attention(operands)) for operands in sets]
-
-    def _structure(self, coo: graphs.Coo, kind: str) -> Callable:
-        make = None
-        if self.baseline.structure is not None:
-            make = self.baseline.structure(coo, kind)
-        if make is None:
-            raise Refused("it has no such conversion")
-        return make
 
 
 def answer(baseline: Baseline, method: str, arguments: tuple) -> tuple[str, object]:

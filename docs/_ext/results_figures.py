@@ -1,9 +1,6 @@
-"""Sphinx extension: plots of results files, made at build time, in theme colours.
+"""Sphinx extension: a plot of a results file, made at build time, in theme colours.
 
 ```{times} n320_h200.json
-```
-
-```{sharding} sharding_h200x4.json
 ```
 """
 
@@ -17,45 +14,26 @@ from sphinx.util.docutils import SphinxDirective
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import sharding  # noqa: E402
 from suite import plot  # noqa: E402
 
 
-class ResultsFigure(SphinxDirective):
-    """A plot of the results files that the directive names."""
+class Times(SphinxDirective):
+    """`times`: forward and backward of the parts of a model as bars."""
 
     required_arguments = 1
 
     def run(self):
-        """Replace the directive by the plot."""
-        return [nodes.raw("", self.html(*self.results()), format="html")]
-
-    def results(self) -> list[dict]:
-        """The contents of the files; the page is built again when they change."""
-        paths = [BENCHMARKS / "results" / name for name in self.arguments]
-        for path in paths:
-            self.env.note_dependency(str(path))
-        return [json.loads(path.read_text()) for path in paths]
-
-
-class Times(ResultsFigure):
-    """`times`: forward and backward of the parts of a model as bars."""
+        """Replace the directive by the plot; the page is built again when its file changes."""
+        path = BENCHMARKS / "results" / self.arguments[0]
+        self.env.note_dependency(str(path))
+        return [nodes.raw("", self.html(json.loads(path.read_text())), format="html")]
 
     def html(self, results: dict) -> str:
         """The bars."""
         return f'<div class="figure-svg times-figure">{plot.bars(results)}</div>'
 
 
-class Sharding(ResultsFigure):
-    """`sharding`: forward and backward of one graph on one GPU and on several."""
-
-    def html(self, results: dict) -> str:
-        """The bars."""
-        return f'<div class="figure-svg times-figure">{sharding.plot(results)}</div>'
-
-
 def setup(app):
-    """Register the directives."""
+    """Register the directive."""
     app.add_directive("times", Times)
-    app.add_directive("sharding", Sharding)
     return {"parallel_read_safe": True}

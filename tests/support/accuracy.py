@@ -55,12 +55,11 @@ def _add(sums, name, value):
 
 
 class Corpus:
-    """Sums over many cases: squared errors of anemoi_gt and of plain PyTorch, squares of the exact values."""
+    """Sums over many cases: squared errors of anemoi_gt and of plain PyTorch."""
 
     def __init__(self):
         self.ours = {}
         self.plain = {}
-        self.exact = {}
 
     def add(self, result, problem):
         """Add one case."""
@@ -69,21 +68,14 @@ class Corpus:
     def add_errors(self, result, exact, baseline):
         """Add one case, given the exact values and the values of plain PyTorch."""
         for name in exact:
-            finite = torch.isfinite(exact[name])
             _add(self.ours, name, _sum_of_squares(_errors(result[name], exact[name])))
             _add(self.plain, name, _sum_of_squares(_errors(baseline[name], exact[name])))
-            _add(self.exact, name, _sum_of_squares(exact[name][finite]))
 
     def add_corpus(self, other):
         """Add the cases of another corpus."""
         for name in other.ours:
             _add(self.ours, name, other.ours[name])
             _add(self.plain, name, other.plain[name])
-            _add(self.exact, name, other.exact[name])
-
-    def relative_error(self, name):
-        """Return the RMS error relative to the RMS value."""
-        return (self.ours[name] / self.exact[name]) ** 0.5
 
     def over_plain(self, name):
         """Return the RMS error relative to the RMS error of plain PyTorch."""

@@ -4,7 +4,6 @@
     PACKAGES                        distributions whose versions belong to its figures
     unsupported_reason(problem, device)     the reason that it cannot run a problem, or None
     attention(operands)             a function without arguments that returns out, like grad_out
-    structure(coo, kind)            a function without arguments that returns `Sides`, or None
 
 The inputs of all are projected queries, keys and values, and raw attributes with the weight and
 bias that embed them.
@@ -14,7 +13,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
-NAMES = ("anemoi_gt", "anemoi", "pyg", "eager", "compiled")
+NAMES = ("anemoi_gt", "anemoi", "pyg")
 DEFAULT = {"cuda": ("anemoi_gt", "anemoi"), "cpu": ("anemoi_gt", "pyg")}
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from suite.baselines import missing
-from suite.correctness import Sides
 from suite.graphs import Coo
 from suite.operands import Operands
 from suite.problems import Problem
@@ -22,7 +21,7 @@ PACKAGES = ("anemoi-models", "torch", "triton", "torch-geometric")
 
 
 def unsupported_reason(problem: Problem, device: str) -> str | None:
-    """Its kernels need a GPU; its conversion always sorts."""
+    """Its kernels need a GPU."""
     if device != "cuda":
         return "its kernels run on a GPU"
     return missing("anemoi.models", "anemoi-models")
@@ -55,15 +54,3 @@ def convert(coo: Coo) -> tuple[tuple, tuple]:
         coo.edge_index, num_nodes=coo.sizes, reverse=True, edges_are_dst_sorted=True
     )
     return csc, reverse
-
-
-def structure(coo: Coo, kind: str) -> Callable[[], Sides] | None:
-    """Bind the conversion, which has one form, stable."""
-    if kind != "structure":
-        return None
-
-    def make() -> Sides:
-        (row, colptr), (rowptr, global_edge_ids, _) = convert(coo)
-        return Sides(colptr, row, rowptr, global_edge_ids, None)
-
-    return make

@@ -5,8 +5,6 @@ from collections.abc import Callable
 from torch import Tensor
 
 from anemoi_gt import GraphStructure, edge_attention
-from suite.correctness import Sides
-from suite.graphs import Coo
 from suite.operands import Operands
 from suite.problems import Problem
 
@@ -25,14 +23,3 @@ def attention(operands: Operands) -> Callable[[], Tensor]:
     return lambda: edge_attention(
         o.query, o.key, o.value, graph, o.edge_attr, o.edge_weight, o.edge_bias
     )[0]
-
-
-def structure(coo: Coo, kind: str) -> Callable[[], Sides]:
-    """Bind the making of both sides, as a layer does that is handed an edge_index."""
-    stable = kind == "structure"
-
-    def make() -> Sides:
-        graph = GraphStructure.from_edge_index(*coo, stable=stable, validate=False)
-        return Sides(graph.colptr, graph.row, graph.rowptr, graph.csr_to_csc, graph.perm)
-
-    return make

@@ -17,7 +17,6 @@ from suite.problems import Problem
 
 TITLE = "PyG TransformerConv"
 PACKAGES = ("torch-geometric", "torch")
-structure = None  # it takes edge_index as it is
 
 
 class Embedding(torch.nn.Module):

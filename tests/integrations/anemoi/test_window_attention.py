@@ -416,7 +416,7 @@ class Calls(TorchDispatchMode):
 
 
 def test_the_kernel_of_pytorch_gets_the_window_in_both_passes(monkeypatch):
-    """On meta tensors, which have no values; a GPU compares the numbers (benchmarks/window_attention.py)."""
+    """On meta tensors, which have no values; a GPU compares the numbers (benchmarks/families.py aifs)."""
     monkeypatch.setattr(windows, "_why_not_kernel", lambda query, scores: None)
     operands = [
         torch.empty(2, NODES, HEADS, 16, dtype=torch.float16, device="meta").transpose(1, 2)
