@@ -27,7 +27,7 @@ pytestmark = pytest.mark.application
 
 
 @pytest.fixture
-def workdir(tmp_path, monkeypatch, only_train):
+def workdir(tmp_path, monkeypatch, without_pictures):
     """A working directory with a NetCDF file."""
     monkeypatch.chdir(tmp_path)
     weather_file().to_netcdf("weather.nc")

@@ -357,7 +357,6 @@ def test_a_rank_that_raises_ends_the_job_at_once_and_torchrun_reports_the_error(
     report = output[output.index("Root Cause") :]
     assert "rank      : 1 " in report, output
     assert "RuntimeError: a bug on this rank only" in report, output
-    assert "memory of a step on the first rank: about" in output, output
     assert_checkpoint_is_whole(run, 4)
 
 

@@ -13,10 +13,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
+
 from anemoi_gt.app.command_line import OPTIONS, CommandLineError, hydra_main
 from anemoi_gt.app.objects import as_type
 from anemoi_gt.app.trained import config_of
-from anemoi_gt.app.training.memory_estimate import is_out_of_memory, out_of_memory
 from anemoi_gt.app.training.progress import Stopped
 from anemoi_gt.app.training.run_files import load_checkpoint
 from anemoi_gt.app.training.run_folder import LOCK, own
@@ -31,7 +32,8 @@ log = logging.getLogger(__name__)
 # imported at the start, so that a missing one does not end the run after an hour of training
 REQUIRED_MODULES = ("hydra", "tqdm", "matplotlib", "scipy")
 ERRORS_OF_PREPARATION = (ValueError, TypeError, ImportError, OSError, FloatingPointError)
-ERRORS_OF_JOB = (FloatingPointError, OSError)  # other errors are bugs, shown with their traceback
+# other errors are bugs, shown with their traceback
+ERRORS_OF_JOB = (FloatingPointError, OSError, MemoryError, torch.OutOfMemoryError)
 
 
 class ConfigError(Exception):
@@ -188,10 +190,6 @@ def run_command(
             exit_with_error(module, message, stopped.exit_status)
         except (ConfigError, *ERRORS_OF_JOB) as caught:
             error = caught
-        except (RuntimeError, MemoryError) as caught:
-            if not is_out_of_memory(caught):
-                raise
-            error = out_of_memory(config, caught)
         except KeyboardInterrupt:
             remove_empty_run(existing)
             raise

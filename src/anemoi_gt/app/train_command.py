@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,6 @@ from anemoi_gt.app.trained import config_of, flatten, schema_of
 from anemoi_gt.app.training import Trainer, TrainingConfig
 from anemoi_gt.app.training.config import choose_device, cpu_threads
 from anemoi_gt.app.training.loggers import import_logger, open_metrics
-from anemoi_gt.app.training.memory_estimate import estimate_memory
 from anemoi_gt.app.training.progress import Stopped
 from anemoi_gt.app.training.run_files import load_checkpoint, load_fitting_weights, load_weights
 from anemoi_gt.app.training.run_folder import (
@@ -64,7 +63,6 @@ from anemoi_gt.distributed.process_group import (
     make_cpu_group,
     report_sentence,
 )
-from anemoi_gt.nn.static_graph import DATA
 
 log = logging.getLogger(__name__)
 
@@ -276,14 +274,12 @@ def train(trainer: Trainer, variables: Sequence[str] | None, ownership: ExitStac
     with ownership:
         num_parameters = sum(parameter.numel() for parameter in trainer.step.model.parameters())
         log.info("%s\n%d parameters", describe_data(splits), num_parameters)
-        inputs = (len(splits.train.nodes), splits.train.in_channels)
-        memory = estimate_memory(trainer.step.model, trainer.config, inputs)
-        if memory is not None:
-            log.info("memory of a step: %s", memory)
         start = time.perf_counter()
         with open_metrics(trainer) as metrics:
             trainer.fit(metrics)
         log.info("trained %.0f s on %s", time.perf_counter() - start, trainer.device)
+        if trainer.device.type == "cuda":
+            log.info("peak GPU memory: %.3g GB", torch.cuda.max_memory_allocated() / 1e9)
         with cpu_threads(trainer.config.threads):
             write_report(folder, trainer.best_model(), splits.test, metrics.records, variables)
         return trainer.best_loss
@@ -360,12 +356,6 @@ def _train_on_ranks(
         if mesh.get_rank() == 0:  # the memory of a host may hold the graph once, not once a rank
             whole = build_model(config, splits)
         model, shard = scatter_model(whole, mesh, group)
-        memory = None
-        if mesh.get_rank() == 0:  # which logs it
-            share = replace(training, batch_size=training.batch_size // mesh["data"].size())
-            inputs = (model.nodes[DATA].num_nodes, splits.train.in_channels)
-            divisor = mesh.size() if sharding.parameters else 1
-            memory = estimate_memory(model, share, inputs, divisor)
         trainer = make_sharded_trainer(
             model,
             shard,
@@ -380,7 +370,6 @@ def _train_on_ranks(
         run_on_rank0(partial(write_config, folder, config, description))
         log.info("%s", describe_data(splits))
         log.info("%d ranks, %d of them for a model", mesh.size(), mesh["model"].size())
-        log.info("memory of a step on the first rank: %s", memory)
         test = splits.test if whole is not None else None
         del splits, model  # keep only this rank's shard
         stopped = None
