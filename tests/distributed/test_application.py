@@ -155,10 +155,8 @@ def test_a_signal_to_one_rank_stops_all_with_one_message_that_names_the_folder(f
     assert len(messages) == 1, stopped
     ((step, rest),) = messages
     assert steps_in(folder / "run")[-1] == int(step), stopped
-    command = (
-        "torchrun --nproc-per-node=4 -m anemoi_gt.train sharding=edges sharding.model=4 resume=true"
-    )
-    assert rest == f"which is saved: {command} hydra.run.dir={folder / 'run'}"
+    remedy = f"resume=true hydra.run.dir={folder / 'run'} continues the run"
+    assert rest == f"which is saved: {remedy}"
     assert set(re.findall(r"exitcode *: (-?\d+)", stopped)) == {"143"}, (
         stopped
     )  # the exit status after SIGTERM
@@ -212,20 +210,12 @@ def stopped_hosts(folder):
         return [finish(host)[1] for host in started]
 
 
-def test_a_signal_to_one_host_stops_both_and_the_message_continues_the_run_on_both(
-    folder, stopped_hosts
-):
+def test_a_signal_to_one_host_stops_both_and_the_message_names_the_folder(folder, stopped_hosts):
     run = folder / "stopped_hosts"
     message = re.search(r"stopped by SIGTERM after step (\d+), .*saved: (.*)", stopped_hosts[0])
     assert message, stopped_hosts
     assert load_values(run / "last", "step") == int(message[1])
-    command = re.fullmatch(
-        r"torchrun --nnodes=2 --node-rank=0 --master-addr=127.0.0.1 --master-port=\d+ "
-        rf"--nproc-per-node=1 -m anemoi_gt.train sharding=edges sharding.model=2 resume=true "
-        rf"hydra.run.dir={run}  # on the other hosts with their --node-rank",
-        message[2],
-    )
-    assert command, message[2]
+    assert message[2] == f"resume=true hydra.run.dir={run} continues the run"
 
 
 def test_a_run_that_continues_on_fewer_ranks_says_which_sharding_continues_it(
