@@ -111,6 +111,10 @@ def test_a_backend_that_cannot_run_is_refused_with_its_reason_before_training(
     [
         ("kernels.backend=cuda", "backend must be one of auto, triton, torch, got 'cuda'"),
         ("training.steps=0", "training.steps must be at least 1, got 0"),
+        (
+            "training.cuda_graph=true",
+            "training.cuda_graph must be null or false, got true: device cpu has no CUDA graphs",
+        ),
         ("training.steps=many", "training.steps must be int, got 'many'"),
         ("training.threads=1.5", "training.threads must be int | None, got 1.5"),
         ("training.learning_rate=true", "training.learning_rate must be float, got True"),
@@ -295,12 +299,6 @@ def test_a_run_continues_on_another_device_with_its_own_config(tmp_path):
     ):
         save_checkpoint(tmp_path / "last.pt", {"config": config})
         assert resume(other) == {"config": config}
-
-
-def test_a_cuda_graph_on_a_cpu_is_refused_before_anything_is_built(refusal, monkeypatch):
-    monkeypatch.delattr("anemoi_gt.app.objects.build_data")
-    message = "training.cuda_graph must be null or false, got true: device cpu has no CUDA graphs"
-    assert message in refusal(*SMALL, "training.cuda_graph=true")
 
 
 def test_the_log_of_a_run_on_a_cpu_has_no_word_on_cuda_graphs(application, without_pictures):
