@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -30,7 +30,7 @@ from anemoi_gt.app.datasets.forecast_dataset import (
     starts_in_training,
     with_units,
 )
-from anemoi_gt.app.evaluate_command import check_explain, write_explanation, write_report
+from anemoi_gt.app.evaluate_command import write_explanation, write_report
 from anemoi_gt.app.plots import chosen_variables
 from anemoi_gt.app.trained import config_of, flatten, schema_of
 from anemoi_gt.app.training import Trainer, TrainingConfig
@@ -73,6 +73,7 @@ MAY_DIFFER = (
     *("training.compile", "training.cuda_graph", "training.device", "training.logger"),
     "training.threads",
 )
+SHARDING = {"sharding", "sharding.strategy"}  # options that select another sharding
 # options that may differ between ranks
 RANKS_MAY_DIFFER = ("data.path", "training.device", "training.threads", "kernels.backend")
 
@@ -80,7 +81,6 @@ RANKS_MAY_DIFFER = ("data.path", "training.device", "training.threads", "kernels
 def prepare(config: "hydra_app.DictConfig") -> Callable[[], float | None]:
     """Build the objects of a config, and return a function that trains the model."""
     objects.check_types(config, "sharding")
-    check_explain(config.explain)
     if is_launched():
         if config.explain is not None:
             raise ValueError(
@@ -182,10 +182,6 @@ def checkpoint_to_resume(
     state = read_run(path)
     before = config_of(state.get("config"), path)
     check_same_config(path, before, description)
-    former = before.get("sharding")
-    current = description.get("sharding")
-    if former != current:
-        log.info("sharding changes from %s to %s", _as_arguments(former), _as_arguments(current))
     return state
 
 
@@ -425,7 +421,7 @@ def primary_config(arguments: list[str]) -> str:
     if config is None or keys & set(GROUPS):
         return "train"
     kept = {key: config[key] for key in (*GROUPS, "init_from") if key in config}
-    if is_launched() and keeps_sharding(config, keys, int(os.environ["WORLD_SIZE"])):
+    if is_launched() and config.get("sharding") and keys.isdisjoint(SHARDING):
         kept["sharding"] = config["sharding"]
     hydra_app.store_config({"init_from": None} | kept)
     return "resume"
@@ -450,31 +446,6 @@ def check_slurm_tasks(environment: Mapping[str, str]) -> None:
             f"the torchruns of all tasks of srun must share one job, got {tasks} tasks with a job "
             f"each: give torchrun --nnodes={tasks} and --rdzv-endpoint, or use srun --ntasks=1"
         )
-
-
-def keeps_sharding(config: Mapping[str, Any], keys: Collection[str], ranks: int) -> bool:
-    """Return whether the sharding of a run that continues is kept: no argument selects another.
-
-    Raises ValueError if it does not fit the number of ranks.
-    """
-    if not config.get("sharding") or not {"sharding", "sharding.strategy"}.isdisjoint(keys):
-        return False
-    model = config["sharding"]["model"]
-    if ranks % model and "sharding.model" not in keys:
-        largest = max(number for number in range(1, model) if ranks % number == 0)
-        raise ValueError(
-            f"the run that continues has sharding.model={model}, which must divide the number of "
-            f"ranks, got {ranks}: add sharding.model={largest}"
-        )
-    return True
-
-
-def _as_arguments(sharding: dict[str, Any] | None) -> str:
-    """Return a sharding as command-line arguments, for the log."""
-    if sharding is None:
-        return "unknown: the checkpoint does not store it"
-    words = [f"sharding.{name}={value}" for name, value in sharding.items() if name != "strategy"]
-    return " ".join([f"sharding={sharding['strategy']}", *words])
 
 
 def main() -> None:
