@@ -221,15 +221,10 @@ def check_start(folder: Path, description: dict, *, resume: bool) -> None:
     """
     if not resume:
         return
-    if not has_records(folder):
+    config = read_config(folder) if has_records(folder) else None
+    if config is None:
         log.info("%s holds no checkpoint: the run starts at step 0", folder)
         return
-    config = read_config(folder)
-    if config is None:
-        raise ValueError(
-            f"a run without a checkpoint starts again with its own config, {folder} has no "
-            f"{CONFIG}: another hydra.run.dir starts a new one"
-        )
     own_config = {group: config[group] for group in description if group in config}
     check_same_config(folder / CONFIG, own_config, description)
     log.info(
