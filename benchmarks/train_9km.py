@@ -113,7 +113,6 @@ COLUMNS = {
     "seconds": "s",
     "warmup_seconds": "s warm-up",
     "peak_gb": "GB",
-    "estimated_gb": "GB estimated",
     "total_ms": "ms of kernels",
     "off": "off",
     "off_of_plain": "off plain",

@@ -113,7 +113,7 @@ def test_every_command_exists(page):
 
 
 @pytest.fixture
-def workdir(tmp_path, monkeypatch, logging_as_before, only_train):
+def workdir(tmp_path, monkeypatch, logging_as_before, without_pictures):
     """The working directory of commands."""
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -250,23 +250,10 @@ def test_a_run_names_wrong_arguments(wrong, message):
     (lambda: meshed(cutoff=1e-9), "cutoff must connect data nodes to the hidden mesh, .* raise it"),
     (lambda: meshed(cutoff="a"), "factor must be a number, got 'a'"),
     (lambda: meshed(nearest=1.5), "k must be an integer, got 1.5"),
-    (
-        lambda: graphs.hierarchical_graph(POINTS, refinements=3),
-        r"refinements must be two or more, .*, got \[3\]",
-    ),
-    (
-        lambda: graphs.hierarchical_graph(POINTS, refinements=("3", "2")),
-        "refinement must be an integer, got '3'",
-    ),
     (lambda: edges.cutoff(3, POINTS, 1.0), "source must be Nodes, .*, got int"),
     (lambda: Nodes("a", [0.0]), "lat must be a vector of numbers, in degrees, got 'a'"),
     (lambda: Nodes([0.0], [[1.0], [1.0, 2.0]]), "lon must be a vector of numbers, in degrees, got"),
     (lambda: classic("320"), "n must be an integer, the number of rows .*, got '320'"),
-    (
-        lambda: icosphere(2, levels=2),
-        r"levels must be one or more of 0 to 2, .* such as \(1, 2\), got 2",
-    ),
-    (lambda: icosphere(2, levels=([1],)), "levels must be one or more of 0 to 2"),
     (lambda: limited_area_icosphere(2, None), "area must be Nodes, .*, got NoneType"),
     (lambda: graphs.limited_area_graph("O4", refinement=2), "nodes must be Nodes, .*, got str"),
     (

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from anemoi_gt import EncoderProcessorDecoder, GraphStructure, KernelConfig
 from anemoi_gt.app.datasets.forecast_dataset import Sample
 from anemoi_gt.app.training.config import TrainingConfig
-from anemoi_gt.app.training.memory_estimate import estimate_memory
 from anemoi_gt.app.training.sharded import ShardedTrainingStep
 from anemoi_gt.app.training.step import AUTOCAST, TrainingStep, compile_blocks
 from anemoi_gt.distributed import (
@@ -141,7 +140,6 @@ def ours(options: Namespace, folder: Path) -> Iterator[dict]:
             "compiled": bool(compiled),
         }
         with computing(model, chunks, compiled=bool(compiled), average=step.average.module):
-            record["estimated_gb"] = estimated_gb(model, config, batch)
             try:
                 yield record | measure(lambda: step.training_step(batch), options)
             except torch.OutOfMemoryError as error:
@@ -217,14 +215,8 @@ def sharded(options: Namespace, folder: Path) -> Iterator[dict]:
                 "compiled": bool(compiled),
             }
             with computing(model, chunks, compiled=bool(compiled), average=step.average.module):
-                record["estimated_gb"] = estimated_gb(model, config, batch)
                 record |= measure(lambda: step.training_step(batch), options)
                 yield from on_first_rank(record)
-
-
-def estimated_gb(model: EncoderProcessorDecoder, config: TrainingConfig, batch: Sample) -> float:
-    """Return the estimated memory of a step on a batch."""
-    return estimate_memory(model, config, batch.inputs.shape[1:]).total / 1e9
 
 
 def on_first_rank(record: dict) -> Iterator[dict]:

@@ -8,7 +8,7 @@ from anemoi_gt.app.command_line import current_spelling, print_help
 from anemoi_gt.toolchain import compile_cache_problem
 from anemoi_gt.version import __version__
 
-APPLICATIONS = {  # also python -m anemoi_gt.NAME
+APPLICATIONS = {
     "train": "train a model, or continue a run",
     "evaluate": "score a trained model and its rollouts",
     "rollout": "write one forecast of many steps as NetCDF or zarr",

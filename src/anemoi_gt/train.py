@@ -1,4 +1,4 @@
-"""The command `python -m anemoi_gt.train`, which is `anemoi-gt train`."""
+"""The command `python -m anemoi_gt.train`, which is `anemoi-gt train`, for torchrun."""
 
 import sys
 

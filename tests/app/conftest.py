@@ -113,7 +113,7 @@ def weather_run(tmp_path_factory):
 
 
 @pytest.fixture
-def trained(weather_run, monkeypatch, only_train):
+def trained(weather_run, monkeypatch, without_pictures):
     """A working directory with weather.nc and `run`, whose checkpoints hold the path of the file."""
     folder, copy = weather_run
     shutil.rmtree(folder)

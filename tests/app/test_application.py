@@ -6,7 +6,6 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -80,38 +79,20 @@ TINY_9_KM = [
 ]
 
 
-def test_the_9_km_recipe_trains_and_logs_its_memory_estimate(application, without_pictures):
+def test_the_9_km_recipe_trains(application, without_pictures):
     folder = application(*TINY_9_KM)
-    log = (folder / "train.log").read_text()
-    assert re.search(
-        r"memory of a step: about [\d.]+ [kM]B: state .*, working set .*\n(.*\n)*trained", log
-    )
+    assert "trained" in (folder / "train.log").read_text()
     assert (folder / "scores.json").exists()
 
 
 @pytest.mark.parametrize("phase", ["__init__", "training_step"])
-def test_a_gpu_that_is_too_small_ends_with_one_sentence_and_advice(
-    refusal, monkeypatch, only_train, phase
-):
+def test_a_gpu_that_is_too_small_ends_with_the_sentence_of_pytorch(refusal, monkeypatch, phase):
     def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 13.50 GiB.")
 
     monkeypatch.setattr(TrainingStep, phase, fail)
-    message = "anemoi_gt.train: out of GPU memory: set model.mapper_chunks=32"
-    assert refusal(*TINY_9_KM) == message  # this recipe launches its steps
-    # the option is named unless it is false
-    assert refusal(*TINY_9_KM, "training.cuda_graph=null").startswith(
-        f"{message}; training.cuda_graph=false "
-    )
-
-
-@pytest.mark.parametrize("allocate", [torch.empty, np.empty], ids=["torch", "numpy"])
-def test_a_host_that_is_too_small_ends_with_one_sentence_and_advice(
-    refusal, monkeypatch, only_train, allocate
-):
-    monkeypatch.setattr(TrainingStep, "training_step", lambda *_: allocate(2**55))
-    message = "anemoi_gt.train: out of memory of the host: set model.mapper_chunks=32"
-    assert refusal(*TINY_9_KM) == message
+    message = "anemoi_gt.train: CUDA out of memory. Tried to allocate 13.50 GiB."
+    assert refusal(*SMALL) == message
 
 
 def test_a_backend_that_cannot_run_is_refused_with_its_reason_before_training(
@@ -130,6 +111,10 @@ def test_a_backend_that_cannot_run_is_refused_with_its_reason_before_training(
     [
         ("kernels.backend=cuda", "backend must be one of auto, triton, torch, got 'cuda'"),
         ("training.steps=0", "training.steps must be at least 1, got 0"),
+        (
+            "training.cuda_graph=true",
+            "training.cuda_graph must be null or false, got true: device cpu has no CUDA graphs",
+        ),
         ("training.steps=many", "training.steps must be int, got 'many'"),
         ("training.threads=1.5", "training.threads must be int | None, got 1.5"),
         ("training.learning_rate=true", "training.learning_rate must be float, got True"),
@@ -165,14 +150,13 @@ def test_a_backend_that_cannot_run_is_refused_with_its_reason_before_training(
             "the config must have the groups data, graph, kernels, model, training, got no model",
         ),
         ("++data._target_=os.system", "Target 'os.system' is blocklisted"),
-        ("hydra.run.dir=", "hydra.run.dir must name a folder, got nothing"),
         (
             "training.learning_rate=1e30 training.steps=8 training.log_every=8",
             "got nan at step 8: lower training.learning_rate",
         ),
     ],
 )
-def test_a_wrong_value_is_one_sentence(refusal, only_train, argument, message):
+def test_a_wrong_value_is_one_sentence(refusal, without_pictures, argument, message):
     options = argument.split(" ")
     if not options[0].startswith(("data=", "~")):
         options = [*SMALL, *options]
@@ -317,13 +301,7 @@ def test_a_run_continues_on_another_device_with_its_own_config(tmp_path):
         assert resume(other) == {"config": config}
 
 
-def test_a_cuda_graph_on_a_cpu_is_refused_before_anything_is_built(refusal, monkeypatch):
-    monkeypatch.delattr("anemoi_gt.app.objects.build_data")
-    message = "training.cuda_graph must be null or false, got true: device cpu has no CUDA graphs"
-    assert message in refusal(*SMALL, "training.cuda_graph=true")
-
-
-def test_the_log_of_a_run_on_a_cpu_has_no_word_on_cuda_graphs(application, only_train):
+def test_the_log_of_a_run_on_a_cpu_has_no_word_on_cuda_graphs(application, without_pictures):
     folder = application(*SMALL, "training.device=auto")
     log = (folder / "train.log").read_text()
     assert "trained" in log
@@ -338,7 +316,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(package, monke
     )
 
 
-def test_a_sweep_leaves_a_folder_for_each_run(application, only_train):
+def test_a_sweep_leaves_a_folder_for_each_run(application, without_pictures):
     sweep = application("-m", *SMALL, "training.seed=0,1")
     losses = [
         json.loads((sweep / run / "metrics.jsonl").read_text().splitlines()[0])["loss"]

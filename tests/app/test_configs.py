@@ -37,7 +37,6 @@ COARSE = {  # graphs that fit the tiny grid
     "graph=o1280": ["graph.refinement=1", "graph.grid=O4"],
     "graph=era5_uk": ["graph.refinement=2", "graph.margin=1000"],
     "graph=limited_area": ["graph.refinement=5"],
-    "graph=hierarchical": ["graph.refinements=[2,1]"],
     "graph=stretched": ["graph.refinement=1", "graph.area_refinement=2"],
 }
 SMALL_MODEL = ["model.channels=16", "model.num_layers=1", "model.checkpoint_groups=1"]
@@ -152,9 +151,8 @@ def test_a_graph_for_a_grid_brings_the_data_onto_it_and_its_model_and_training_u
 
 
 def test_graphs_have_the_options_of_anemoi():
-    config, levels = composed("graph=n320").graph, composed("graph=hierarchical").graph
+    config = composed("graph=n320").graph
     assert (config.refinement, config.cutoff, config.nearest) == (6, 0.6, 3)
-    assert (list(levels.refinements), levels.down_cutoff, levels.up_nearest) == ([5, 4, 3], 1.5, 5)
 
 
 def test_a_graph_for_another_grid_is_refused():

@@ -68,14 +68,6 @@ def test_an_evaluation_explains_forecasts(application, start, monkeypatch):
     assert "backward" not in text
 
 
-@pytest.mark.parametrize("value", ["true", "3", "''"])
-def test_a_value_that_names_nothing_is_one_sentence(application, error_line, value):
-    sentence = error_line(application, "run", f"explain={value}")
-    assert sentence.startswith(
-        "anemoi_gt.train: explain must be null, print or the name of a file, got "
-    )
-
-
 def test_under_torchrun_it_is_refused(monkeypatch):
     monkeypatch.setattr(train, "is_launched", lambda: True)
     with initialize_config_module("anemoi_gt.configs", version_base="1.3"):

@@ -200,7 +200,7 @@ def error_line(started, capsys):
         ("out={folder}/m.pt2", "checkpoint must be given, as checkpoint=VALUE"),
         ("{checkpoint}", "out must be given, as out=VALUE"),
         ("{checkpoint} out=5", "must end in .pt2, which PyTorch's loader requires, got 5"),
-        ("{checkpoint} out=", "out must be a file name, such as model.pt2, got ''"),
+        ("{checkpoint} out=", "the name of a package must end in .pt2"),
         ("{checkpoint} out={folder}/m.so", "must end in .pt2"),
         (
             "{checkpoint} out={folder}/none/m.pt2",

@@ -34,7 +34,7 @@ def train_on(start, weather):
 
 
 @pytest.fixture
-def workdir(tmp_path, monkeypatch, only_train):
+def workdir(tmp_path, monkeypatch, without_pictures):
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -85,7 +85,7 @@ def test_a_terminated_run_saves_and_prints_how_to_continue(terminated):
     # nothing that was done is lost
     assert step == max(record["step"] for record in records(folder))
     assert status == 128 + signal.SIGTERM
-    go_on = f"anemoi-gt train resume=true hydra.run.dir={folder}"
+    go_on = f"resume=true hydra.run.dir={folder} continues the run"
     assert (
         sentence
         == f"anemoi_gt.train: stopped by SIGTERM after step {step}, which is saved: {go_on}"
@@ -204,7 +204,7 @@ def test_a_signal_that_also_ends_the_compiler_is_a_stop(tmp_path, number):
     status, sentence = finish(Program(*command, folder=tmp_path, environment=environment))
     assert status == 128 + number, sentence
     name = signal.Signals(number).name
-    go_on = f"anemoi-gt train resume=true hydra.run.dir={folder}"
+    go_on = f"resume=true hydra.run.dir={folder} continues the run"
     assert sentence == (
         f"anemoi_gt.train: stopped by {name} in step 1, which is not saved: {go_on}"
     )

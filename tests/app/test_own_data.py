@@ -77,7 +77,6 @@ def test_a_file_of_the_climate_data_store_becomes_a_forecast_that_xarray_shows_w
     )
     assert "training samples, starting 2020-01-01 06:00 to 2020-01-12 12:00 UTC\n" in output
     assert re.search(r"graph: 651 data nodes, \d+ hidden nodes; \d+ edges data to hidden, ", output)
-    assert re.search(r"memory of a step: about [\d.]+ MB: state [\d.]+ [Mk]B, graph ", output)
     checkpoint = "checkpoint=runs/era5/best.pt"
     start(evaluate, checkpoint, "rollout=2", "hydra.run.dir=scores", "plots.variables=[tp]")
     scores = json.loads(Path("scores/rollout.json").read_text())

@@ -21,7 +21,7 @@ RUN = ["model.channels=8", "model.num_layers=1", "training.steps=4", "training.v
     "compiled", ("false", pytest.param("true", marks=[pytest.mark.compiled, pytest.mark.nightly]))
 )
 def test_the_model_of_ones_own_is_trained_and_evaluated(
-    compiled, tmp_path, monkeypatch, capsys, only_train
+    compiled, tmp_path, monkeypatch, capsys, without_pictures
 ):
     (code,) = [code for code in blocks(PAGE, "python") if FILE.match(code)]
     (tmp_path / FILE.match(code)[1]).write_text(code)
@@ -35,7 +35,7 @@ def test_the_model_of_ones_own_is_trained_and_evaluated(
     assert "parameters" in capsys.readouterr().out
 
 
-def test_graph_networks_are_trained_and_evaluated(tmp_path, monkeypatch, only_train):
+def test_graph_networks_are_trained_and_evaluated(tmp_path, monkeypatch, without_pictures):
     train_and_evaluate(tmp_path, monkeypatch, "model=graph_network", "model.mapper_chunks=2")
     model = load_checkpoint(tmp_path / "run" / "best.pt")["model"]
     assert "processor.proc.0.conv.edge_mlp.mlp.0.weight" in model

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.application, pytest.mark.nightly]
 
 
 @pytest.fixture
-def scores_of_run(only_train, tmp_path):
+def scores_of_run(without_pictures, tmp_path):
     """Train from the configs, and return the RMSE of each forecast on the test samples by name."""
 
     def scores_of_run(*overrides):

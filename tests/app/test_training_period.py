@@ -16,7 +16,7 @@ SMALL = [*SMALL_RUN, "hydra.run.dir=run"]
 
 
 @pytest.fixture
-def workdir(tmp_path, monkeypatch, only_train):
+def workdir(tmp_path, monkeypatch, without_pictures):
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

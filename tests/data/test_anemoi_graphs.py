@@ -5,8 +5,6 @@ ordered by the last bit, so `nearest` is compared exactly on nodes without symme
 ties on grids.
 """
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 import torch
@@ -16,7 +14,6 @@ from anemoi.graphs.nodes import LatLonNodes, LimitedAreaTriNodes, StretchedTriNo
 from torch_geometric.data import HeteroData
 
 from anemoi_gt.data.graphs import (
-    hierarchical_graph,
     icosphere_graph,
     limited_area_graph,
     stretched_graph,
@@ -184,49 +181,3 @@ def test_every_cutoff_gives_the_same_edges(factor):
         ours,
         anemoi_graph(SCATTERED, [TriNodes(3, name="hidden")], global_edges(3, factor)),
     )
-
-
-@pytest.fixture(scope="module")
-def hierarchical():
-    levels = {"hidden": 4, "hidden_2": 3, "hidden_3": 2}
-    edges = [*global_edges(4)[::2], *(MultiScaleEdges(name, name, x_hops=1) for name in levels)]
-    for fine, coarse in pairwise(levels):
-        edges += [
-            CutOffEdges(fine, coarse, cutoff_factor=1.5),
-            KNNEdges(coarse, fine, num_nearest_neighbours=5),
-        ]
-    upstream = anemoi_graph(
-        SCATTERED, [TriNodes(r, name=name) for name, r in levels.items()], edges
-    )
-    return hierarchical_graph(SCATTERED, refinements=tuple(levels.values())), upstream
-
-
-def test_hierarchical_graphs_have_the_same_edges(hierarchical):
-    ours, upstream = hierarchical
-    assert set(ours.edge_types) == set(upstream.edge_types)
-    for source, to, destination in ours.edge_types:
-        up = source > destination and destination != "data"
-        compare = assert_same_edges_up_to_ties if up else assert_same_edges
-        compare((source, to, destination), ours, upstream)
-
-
-@pytest.mark.parametrize(
-    "kind", [("hidden", "to", "hidden_2"), ("hidden_2", "to", "hidden")], ids="-".join
-)
-def test_edges_between_levels_differ_only_in_the_direction_from_a_vertex_to_itself(
-    hierarchical, kind
-):
-    """It is 0 in ours and a rounding error upstream, so the standard deviations of the directions differ."""
-    our_edges, upstream_edges, length = shared_edges(kind, *hierarchical)
-    ours, upstream = (graph[kind] for graph in hierarchical)
-    lengths = ours.edge_length[our_edges] * upstream.raw_edge_length.std()
-    assert (lengths - length).abs().max() < 8 * EPS
-    directions = torch.nn.functional.normalize(ours.edge_dirs[our_edges])
-    error = (directions - upstream.raw_edge_dirs[upstream_edges]).abs()
-    assert (error * length)[length[:, 0] > 10 * EPS].max() < 8 * EPS
-    to_itself, upstream_to_itself = (
-        edges.edge_length[:, 0] < 10 * EPS for edges in (ours, upstream)
-    )
-    assert to_itself.sum() == upstream_to_itself.sum() == hierarchical[0]["hidden_2"].num_nodes
-    assert not ours.edge_dirs[to_itself].any()
-    assert (upstream.raw_edge_dirs[upstream_to_itself].norm(dim=1) > 0.5).any()

@@ -1,16 +1,12 @@
 """Encoder-processor-decoder graphs: layout, counts and options; test_anemoi_graphs.py compares attributes."""
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 import torch
 from support.refusals import raises, refused
 
-from anemoi_gt import EncoderProcessorDecoder
 from anemoi_gt.data import edges, graphs
 from anemoi_gt.data.graphs import (
-    hierarchical_graph,
     icosphere_graph,
     limited_area_graph,
     stretched_graph,
@@ -95,41 +91,7 @@ def test_stretched_graph_connects_the_grid_to_the_mesh_that_is_finer_over_the_ar
     assert_edges(graph, {ENCODER: encoder, PROCESSOR: mesh.edge_index, DECODER: decoder})
 
 
-@pytest.fixture(scope="module")
-def hierarchy():
-    return hierarchical_graph(
-        O16, refinements=(3, 2, 1), down_cutoff=1.2, up_nearest=4, cutoff=0.7, nearest=2
-    )
-
-
-def test_hierarchy_has_cutoff_edges_down_nearest_edges_up_and_all_coarser_levels_within(hierarchy):
-    sizes = {"data": 1600, "hidden": 642, "hidden_2": 162, "hidden_3": 42}
-    assert {name: hierarchy[name].num_nodes for name in hierarchy.node_types} == sizes
-    assert hierarchy.validate()
-    meshes = {
-        name: icosphere(n, tuple(range(n + 1)))
-        for name, n in (("hidden", 3), ("hidden_2", 2), ("hidden_3", 1))
-    }
-    finest = meshes["hidden"].nodes
-    expected = {(name, "to", name): mesh.edge_index for name, mesh in meshes.items()}
-    expected |= {ENCODER: edges.cutoff(O16, finest, 0.7), DECODER: edges.nearest(finest, O16, 2)}
-    for (fine, above), (coarse, below) in pairwise(
-        (name, mesh.nodes) for name, mesh in meshes.items()
-    ):
-        expected[fine, "to", coarse] = edges.cutoff(above, below, 1.2)
-        expected[coarse, "to", fine] = edges.nearest(below, above, 4)
-    assert set(hierarchy.edge_types) == set(expected)
-    assert_edges(hierarchy, expected)
-
-
-def test_a_model_uses_data_and_the_finest_level_of_a_hierarchy(hierarchy):
-    model = EncoderProcessorDecoder(hierarchy, 2, 1, channels=8, heads=2, num_layers=1)
-    assert model(torch.zeros(1, 1600, 2)).shape == (1, 1600, 1)
-
-
-HIERARCHY = {"refinements": (3, 2)}
 STRETCHED = {"refinement": 2, "area_refinement": 3, "area": ALPS}
-DECREASING = "two or more, decreasing from fine to coarse, got"
 
 
 @refused(
@@ -140,25 +102,6 @@ DECREASING = "two or more, decreasing from fine to coarse, got"
         "at least 3 nodes over the region.*raise refinement or margin",
     ),
     (limited_area_graph, UK, {"refinement": 6, "margin": -1}, "margin must not be negative.*-1"),
-    *(
-        (hierarchical_graph, O8, {"refinements": r}, DECREASING)
-        for r in ((), (3,), (2, 3), (3, 3), (4, 2, 3))
-    ),
-    (
-        hierarchical_graph,
-        O8,
-        HIERARCHY | {"cutoff": -0.6},
-        "factor must be positive and finite, .* got -0.6",
-    ),
-    (hierarchical_graph, O8, HIERARCHY | {"nearest": 0}, r"k must be in \[1, 642\]"),
-    (
-        hierarchical_graph,
-        O8,
-        HIERARCHY | {"down_cutoff": 0},
-        "factor must be positive and finite, .* got 0",
-    ),
-    (hierarchical_graph, O8, HIERARCHY | {"up_nearest": 163}, r"k must be in \[1, 162\].*got 163"),
-    (hierarchical_graph, O8, {"refinements": (3, 0)}, "refinement must be at least 1, got 0"),
     (stretched_graph, O16, STRETCHED | {"area": None}, "area must be four numbers.*got None"),
     (stretched_graph, O16, STRETCHED | {"area": (43, 4, 49, 17)}, "north above south"),
     (
@@ -236,10 +179,6 @@ def test_data_that_no_encoder_edge_reads_are_logged_and_refused_beyond_a_tenth(c
     (lambda: icosphere(20), "refinement must be at most 11 .*, got 20"),
     (lambda: limited_area_graph(UK, refinement=20), "refinement must be at most 11 .*, got 20"),
     (lambda: stretched_icosphere(3, 12, UK), "area_refinement must be at most 11 .*, got 12"),
-    (
-        lambda: hierarchical_graph(O8, refinements=(20, 3)),
-        "refinement must be at most 11 .*, got 20",
-    ),
 )
 def test_a_refinement_that_would_fill_the_memory_is_refused(wrong, message):
     raises(wrong, message)

@@ -1,5 +1,7 @@
 """Meshes: counts, order and edges of refined icosahedra, whole, limited and stretched."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from support.refusals import raises, refused
@@ -18,15 +20,24 @@ def test_refined_icosahedron_has_its_counts(n):
     assert sizes == (10 * 4**n + 2, (2, sum(60 * 4**level for level in range(1, n + 1))))
 
 
-@pytest.mark.parametrize("level", [0, 1, 4])
-def test_one_level_is_a_triangulation_of_the_sphere(level):
-    mesh = icosphere(4, levels=(level,))
-    degree = np.bincount(mesh.edge_index[1], minlength=len(mesh.nodes))
+def edges_by_position(mesh):
+    """Return the edges of a mesh, each as the positions of source and destination."""
+    ends = mesh.nodes.stored[mesh.edge_index]
+    return {(tuple(source), tuple(destination)) for source, destination in zip(*ends, strict=True)}
+
+
+@pytest.mark.parametrize("level", [1, 2, 4])
+def test_each_level_adds_a_triangulation_of_the_sphere(level):
+    edges = edges_by_position(icosphere(level))
+    if level > 1:
+        coarser = edges_by_position(icosphere(level - 1))
+        assert coarser < edges
+        edges -= coarser
+    degree = np.array(list(Counter(destination for _, destination in edges).values()))
     vertices = 10 * 4**level + 2
     assert (degree == 5).sum() == 12  # the corners of the icosahedron
-    assert (degree == 6).sum() == vertices - 12
-    assert (degree == 0).sum() == len(mesh.nodes) - vertices
-    assert vertices - mesh.edge_index.shape[1] // 2 + 20 * 4**level == 2  # Euler's formula
+    assert (degree == 6).sum() == len(degree) - 12 == vertices - 12
+    assert vertices - len(edges) // 2 + 20 * 4**level == 2  # Euler's formula
 
 
 def test_nodes_are_sorted_north_to_south_and_east_to_west():
@@ -42,13 +53,6 @@ def test_edges_are_unique_bidirectional_and_sorted_by_destination_then_source():
     np.testing.assert_array_equal(
         np.sort(source * 10_000 + destination), destination * 10_000 + source
     )
-
-
-def test_multi_scale_edges_include_all_levels():
-    single = np.concatenate(
-        [icosphere(3, levels=(level,)).edge_index for level in (1, 2, 3)], axis=1
-    )
-    assert set(map(tuple, single.T)) == set(map(tuple, icosphere(3).edge_index.T))
 
 
 def test_restriction_keeps_the_edges_between_the_kept_nodes():
@@ -92,7 +96,6 @@ KEEP = np.ones(41, dtype=bool), np.arange(42), np.ones((42, 1), dtype=bool)
     (limited_area_icosphere, (0, BERN), REFINEMENT),
     *((limited_area_icosphere, (2, *area), message) for area, message in AREAS.items()),
     *((stretched_icosphere, (2, 3, *area), message) for area, message in AREAS.items()),
-    *((icosphere, (3, levels), "one or more of 0 to 3") for levels in ((), (4,), (-1, 2))),
     *(
         (icosphere(1).restrict, (keep,), r"keep must be bool \[42\], one per vertex")
         for keep in KEEP

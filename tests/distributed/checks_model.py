@@ -10,8 +10,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from anemoi_gt import EncoderProcessorDecoder, KernelConfig
-from anemoi_gt.app.training import TrainingConfig
-from anemoi_gt.app.training.memory_estimate import STATE, estimate_memory
 from anemoi_gt.distributed import reduce_gradients, sum_loss
 from anemoi_gt.distributed.model_shard import edges_of_model, scatter_model, shard_model
 from anemoi_gt.distributed.parameter_shard import shard_parameters
@@ -22,10 +20,8 @@ from distributed.problems import mesh as mesh_points
 from distributed.ranks import (
     everywhere,
     mesh_of,
-    mesh_of_group,
     meshes_with_this_rank,
     on_all_ranks,
-    on_ranks,
     whole_tensor,
 )
 
@@ -195,30 +191,6 @@ def every_trainable_row_has_one_owner(group, verdict):
         verdict.same(name, sorted(rows), list(range(sizes[name])))
     trainable = [name for name in sizes if name.endswith("trainable")]
     verdict.same("tables", sorted(shard.tables), sorted(trainable))
-
-
-@on_ranks(2)
-def memory_estimates_of_shards_are_shares_of_the_estimate_of_one_device(group, verdict):
-    options = {"mapper_chunks": 2, "checkpoint_groups": 1, "num_layers": 1}
-    model, shard = sharded(mesh_of_group(group), **options)
-    config = TrainingConfig(batch_size=1)
-    expected = None
-    if dist.get_rank() == 0:
-        expected = estimate_memory(make_model(**options), config, (len(data), FIELDS))
-    expected = everywhere(expected, group)[0]
-    nodes = model.nodes["data"].num_nodes
-    parts = everywhere(estimate_memory(model, config, (nodes, FIELDS)), group)
-    kept = sum(part.kept for part in parts)
-    # halos of chunks, which one device selects from all rows
-    verdict.that(expected.kept <= kept <= 2 * expected.kept, f"kept: {kept}, {expected.kept}")
-    shared = STATE * sum(parameter.numel() for parameter in shard.parameters(model)[0])
-    verdict.same("state", sum(part.state - shared for part in parts), expected.state - shared)
-    largest = max(part.working_set for part in parts)
-    verdict.that(
-        largest < expected.working_set, f"working set: {largest} of {expected.working_set}"
-    )
-    buffers = sum(buffer.nbytes for buffer in model.buffers())
-    verdict.that(parts[shard.rank].graph > 2 * buffers, "structures and their chunks must count")
 
 
 @on_all_ranks

@@ -20,10 +20,8 @@ def fail(kind):
 
 def main(kind, rank, step, *arguments):
     from anemoi_gt.app import train_command as train
-    from anemoi_gt.app.training.memory_estimate import estimate_memory
     from anemoi_gt.app.training.sharded import ShardedTrainingStep
 
-    train.estimate_memory = estimate_memory  # which other programs of the tests leave out
     take_step = ShardedTrainingStep.training_step
 
     def training_step(self, batch):

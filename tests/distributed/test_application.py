@@ -155,10 +155,8 @@ def test_a_signal_to_one_rank_stops_all_with_one_message_that_names_the_folder(f
     assert len(messages) == 1, stopped
     ((step, rest),) = messages
     assert steps_in(folder / "run")[-1] == int(step), stopped
-    command = (
-        "torchrun --nproc-per-node=4 -m anemoi_gt.train sharding=edges sharding.model=4 resume=true"
-    )
-    assert rest == f"which is saved: {command} hydra.run.dir={folder / 'run'}"
+    remedy = f"resume=true hydra.run.dir={folder / 'run'} continues the run"
+    assert rest == f"which is saved: {remedy}"
     assert set(re.findall(r"exitcode *: (-?\d+)", stopped)) == {"143"}, (
         stopped
     )  # the exit status after SIGTERM
@@ -212,32 +210,20 @@ def stopped_hosts(folder):
         return [finish(host)[1] for host in started]
 
 
-def test_a_signal_to_one_host_stops_both_and_the_message_continues_the_run_on_both(
-    folder, stopped_hosts
-):
+def test_a_signal_to_one_host_stops_both_and_the_message_names_the_folder(folder, stopped_hosts):
     run = folder / "stopped_hosts"
     message = re.search(r"stopped by SIGTERM after step (\d+), .*saved: (.*)", stopped_hosts[0])
     assert message, stopped_hosts
     assert load_values(run / "last", "step") == int(message[1])
-    command = re.fullmatch(
-        r"torchrun --nnodes=2 --node-rank=0 --master-addr=127.0.0.1 --master-port=\d+ "
-        rf"--nproc-per-node=1 -m anemoi_gt.train sharding=edges sharding.model=2 resume=true "
-        rf"hydra.run.dir={run}  # on the other hosts with their --node-rank",
-        message[2],
-    )
-    assert command, message[2]
+    assert message[2] == f"resume=true hydra.run.dir={run} continues the run"
 
 
-def test_a_run_that_continues_on_fewer_ranks_says_which_sharding_continues_it(
-    folder, stopped_hosts
-):
+def test_a_run_does_not_continue_on_ranks_that_its_sharding_does_not_divide(folder, stopped_hosts):
     with torchrun(folder, 1, "hydra.run.dir=stopped_hosts", "resume=true") as process:
         status, output = finish(process)
     assert status != 0
-    assert (
-        "anemoi_gt.train: the run that continues has sharding.model=2, which must divide the "
-        "number of ranks, got 1: add sharding.model=1" in output
-    ), output
+    message = "anemoi_gt.train: sharding.model must divide the number of ranks 1, got 2"
+    assert message in output, output
 
 
 def test_the_error_of_a_host_that_lost_the_other_says_so(folder):
@@ -357,7 +343,6 @@ def test_a_rank_that_raises_ends_the_job_at_once_and_torchrun_reports_the_error(
     report = output[output.index("Root Cause") :]
     assert "rank      : 1 " in report, output
     assert "RuntimeError: a bug on this rank only" in report, output
-    assert "memory of a step on the first rank: about" in output, output
     assert_checkpoint_is_whole(run, 4)
 
 
@@ -368,34 +353,11 @@ def test_a_run_that_is_resumed_without_a_sharding_option_keeps_its_sharding(fold
         status, output = finish(process)
     assert status == 0, output
     assert "2 ranks, 2 of them for a model" in output, output
-    assert "sharding changes" not in output, output
     model = load_values(run / "last", "config")["model"]
     assert model["processor"]["_target_"] == "anemoi_gt.nn.GNNProcessor"
     sharding = load_values(run / "last", "config")["sharding"]
     expected = {"strategy": "edges", "model": 2, "parameters": False, "timeout": 300.0}
     assert sharding == expected
-
-
-def test_the_log_states_that_the_sharding_changes(continued):
-    before = "sharding=edges sharding.model=4 sharding.parameters=False sharding.timeout=300.0"
-    after = "sharding=edges sharding.model=2 sharding.parameters=True sharding.timeout=300.0"
-    assert f"sharding changes from {before} to {after}" in continued[1][0]
-
-
-@pytest.mark.parametrize(
-    ("keys", "kept"),
-    [
-        ([], True),
-        (["sharding.timeout"], True),
-        (["sharding.model"], True),
-        (["sharding"], False),
-        (["sharding.strategy"], False),
-    ],
-)
-def test_the_sharding_of_a_run_is_kept_unless_the_command_selects_another(keys, kept):
-    config = {"sharding": {"strategy": "edges", "model": 2, "timeout": 9.0}}
-    assert train.keeps_sharding(config, keys, 4) == kept
-    assert not train.keeps_sharding({}, keys, 4)  # a checkpoint without this information
 
 
 def test_a_killed_rank_ends_all_at_once_and_a_restart_continues_from_the_checkpoint(folder):

@@ -8,7 +8,6 @@ from support.weather import IN, KINDS, NODES, OUT, weather_graph
 from anemoi_gt import EncoderProcessorDecoder, KernelConfig
 
 SMALL = {"channels": 16, "heads": 2, "num_layers": 1, "config": KernelConfig(backend="torch")}
-OTHER = {"data": 17, "hidden": 23}, {kind: edges // 2 + 9 for kind, edges in KINDS.items()}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,9 +19,9 @@ def compile_packages_fast(unoptimised_packages):
 def make_model():
     """Build a model with random weights on a graph of these sizes."""
 
-    def make(nodes=NODES, kinds=KINDS, **options):
+    def make(**options):
         torch.manual_seed(2)
-        model = EncoderProcessorDecoder(weather_graph(nodes, kinds), IN, OUT, **SMALL | options)
+        model = EncoderProcessorDecoder(weather_graph(NODES, KINDS), IN, OUT, **SMALL | options)
         randomise(model)
         return model
 
@@ -31,7 +30,7 @@ def make_model():
 
 @pytest.fixture
 def fields():
-    def fields(batch, nodes=NODES["data"]):
-        return torch.randn(batch, nodes, IN, generator=torch.Generator().manual_seed(batch))
+    def fields(batch):
+        return torch.randn(batch, NODES["data"], IN, generator=torch.Generator().manual_seed(batch))
 
     return fields

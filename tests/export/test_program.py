@@ -11,24 +11,19 @@ from support.graphs import GRAPHS
 from support.oracle import make_problem
 from support.refusals import raises, refused
 from support.run import structure
-from support.weather import weather_graph
 from torch.export import Dim
 
-from anemoi_gt import EncoderProcessorDecoder, GraphTransformerProcessorBlock, KernelConfig
+from anemoi_gt import GraphTransformerProcessorBlock, KernelConfig
 from anemoi_gt.export import (
     Autocast,
-    GraphInputModel,
     TensorGraphLayer,
     export_model,
     export_program,
-    graph_tensors,
 )
 from anemoi_gt.export.program import decomposition_of
 from anemoi_gt.nn import GNNMapper, GNNProcessor
 from anemoi_gt.ops.torch_backend.aten_decomposition import decompose
 from anemoi_gt.ops.torch_backend.edge_attention_torch import edge_attention_torch
-
-from .conftest import OTHER
 
 
 def operator_names(program):
@@ -39,11 +34,16 @@ def assert_same(program, inputs, expected):
     torch.testing.assert_close(program.module()(*inputs), expected)
 
 
+GRAPH_TRANSFORMER = {"dropout": 0.5}
+GRAPH_NETWORK = {"processor": GNNProcessor, "mapper": GNNMapper, "heads": 8}
+
+
 @pytest.mark.compiled
+@pytest.mark.parametrize("family", [GRAPH_TRANSFORMER, GRAPH_NETWORK])
 def test_a_program_accepts_any_batch_size_without_our_operators_and_reverse_structure(
-    make_model, fields
+    make_model, fields, family
 ):
-    model = make_model(dropout=0.5, checkpoint_groups=1).train()
+    model = make_model(checkpoint_groups=1, **family).train()
     program = export_model(model, fields(1), max_batch=8)
     assert not {name for name in operator_names(program) if "anemoi_gt" in name}
     of_structures = {name.rpartition(".")[2] for name in program.constants}
@@ -56,24 +56,6 @@ def test_a_program_accepts_any_batch_size_without_our_operators_and_reverse_stru
     with torch.no_grad():
         for batch in (1, 2, 5):
             assert_same(program, (fields(batch),), model(fields(batch)))
-
-
-GRAPH_NETWORK = {"processor": GNNProcessor, "mapper": GNNMapper, "heads": 8}
-
-
-@pytest.mark.compiled
-@pytest.mark.parametrize("family", ({}, GRAPH_NETWORK), ids=("graph transformer", "graph network"))
-def test_a_graph_input_model_runs_on_other_graphs(make_model, fields, family):
-    model, other = make_model(**family).eval(), make_model(*OTHER, **family).eval()
-    trained = {name: value for name, value in model.state_dict().items() if "trainable" not in name}
-    other.load_state_dict(trained, strict=False)
-    with_graph = GraphInputModel(model)
-    shapes = with_graph.dynamic_shapes(Dim("batch", min=1, max=64))
-    program = export_program(with_graph, (fields(2), graph_tensors(model)), shapes)
-    with torch.no_grad():
-        assert_same(program, (fields(2), graph_tensors(model)), model(fields(2)))
-        x = fields(3, OTHER[0]["data"])
-        assert_same(program, (x, graph_tensors(other)), other(x))
 
 
 @pytest.mark.compiled
@@ -114,9 +96,7 @@ def test_invalid_example_or_batch_size_raises(make_model, fields, wrong, message
 
 
 @pytest.mark.compiled
-def test_a_compiled_autocast_model_gives_the_same_bits_unchanged_and_becomes_a_graph_input_model(
-    make_model, fields
-):
+def test_a_compiled_autocast_model_gives_the_same_bits_unchanged(make_model, fields):
     model = make_model(dropout=0.5).train()
     compiled = torch.compile(model, backend="eager")
     program = export_model(Autocast(compiled, "cpu", torch.bfloat16), fields(1), max_batch=4)
@@ -127,35 +107,8 @@ def test_a_compiled_autocast_model_gives_the_same_bits_unchanged_and_becomes_a_g
         assert torch.equal(
             program.module()(fields(3)), Autocast(model, "cpu", torch.bfloat16)(fields(3))
         )
-        torch.testing.assert_close(
-            GraphInputModel(compiled)(fields(2), graph_tensors(compiled)), model(fields(2))
-        )
 
 
-@pytest.mark.nightly
-@pytest.mark.compiled
-def test_data_sets_whose_names_share_an_identifier_have_dynamic_dimensions_of_their_own():
-    alike = ("a-b", "a_b")
-    pairs = [pair for name in alike for pair in ((name, "hidden"), ("hidden", name))] + [
-        ("hidden", "hidden")
-    ]
-    kinds = {(source, "to", destination): 40 for source, destination in pairs}
-    graph = weather_graph({"a-b": 17, "a_b": 19, "hidden": 23}, kinds)
-    channels = dict.fromkeys(alike, 2)
-    model = EncoderProcessorDecoder(graph, channels, channels, channels=8, heads=2, num_layers=1)
-    with_graph = GraphInputModel(model)
-    x = {name: torch.zeros(2, graph[name].num_nodes, 2) for name in alike}
-    program = export_program(with_graph, (x, graph_tensors(model)), with_graph.dynamic_shapes())
-    inputs = [
-        node.meta["val"].shape for node in program.graph.nodes if node.name in ("x_a_b", "x_a_b_1")
-    ]
-    assert len({str(shape[1]) for shape in inputs}) == 2
-    assert not any(shape[1].node.is_constant() for shape in inputs)
-
-
-WRONG_MODEL = (
-    "model must be an EncoderProcessorDecoder, got Linear; for layers use TensorGraphLayer"
-)
 OPS = torch.ops.anemoi_gt
 KERNELS = lambda _: decomposition_of(OPS.edge_attention_triton.default)  # noqa: E731
 INTERPRETED = (
@@ -164,18 +117,6 @@ INTERPRETED = (
 
 
 @refused(
-    (lambda make_model: GraphInputModel(torch.nn.Linear(2, 2)), WRONG_MODEL),
-    (lambda make_model: graph_tensors(torch.nn.Linear(2, 2)), WRONG_MODEL),
-    (
-        lambda make_model: GraphInputModel(make_model(mapper_chunks=3)),
-        "must have mapper_chunks=1, got 3",
-    ),
-    (
-        lambda make_model: GraphInputModel(make_model())(
-            None, graph_tensors(make_model()) | {"hidden.row": None}
-        ),
-        r"graph must have the keys of graph_tensors\(model\), missing \[\], got \['hidden.row'\]",
-    ),
     (
         lambda _: decomposition_of(OPS.edge_attention_torch_backward.default),
         "not sort .* calls .*_torch_backward",

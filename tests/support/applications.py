@@ -37,13 +37,12 @@ def logging_as_before():
     root.handlers[:], root.level, logging.raiseExceptions = handlers, level, raises
 
 
-def only_train(patch):
-    """Leave out what takes as long as a small run: the forecast plot, an empty file, and the estimate of memory."""
+def without_pictures(patch):
+    """Write an empty file instead of the forecast plot, which takes longer than a small run."""
     # Imported here, after the tests have switched on Triton's interpreter.
-    from anemoi_gt.app import evaluate_command, train_command
+    from anemoi_gt.app import evaluate_command
 
     patch.setattr(evaluate_command, "draw_training_plot", lambda path, *_: path.touch())
-    patch.setattr(train_command, "estimate_memory", lambda *_: None)
 
 
 def train_in(folder, *arguments):
@@ -52,7 +51,7 @@ def train_in(folder, *arguments):
 
     with logging_as_before(), pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        only_train(patch)
+        without_pictures(patch)
         patch.setattr(sys, "argv", ["anemoi_gt.train", *last_of_each(arguments)])
         train_command.main()
 

@@ -2,9 +2,9 @@
 
 The server is a fork of this process, after it has imported the tests and before it runs one: imports
 take seconds. Under `python -m torch.distributed.run` the ranks are forks, too; all else is
-torchrun's. A run of the application writes an empty file instead of its forecast plot, and no estimate
-of memory. With a GPU, programs are spawned and torchrun starts the ranks, because CUDA cannot be used
-in a fork of a process that has initialised it.
+torchrun's. A run of the application writes an empty file instead of its forecast plot. With a GPU,
+programs are spawned and torchrun starts the ranks, because CUDA cannot be used in a fork of a process
+that has initialised it.
 """
 
 import logging
@@ -36,8 +36,9 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from tqdm import tqdm
 
+import anemoi_gt.app.train_command  # noqa: F401
 import support.applications  # noqa: F401
-from anemoi_gt.app import evaluate_command, train_command
+from anemoi_gt.app import evaluate_command
 from support.frames import call_in_one_chunk
 from support.garbage import collect_seldom
 
@@ -110,7 +111,6 @@ class Program(PROCESSES.Process):
         # torchrun walks all loaded modules for the name of each method that it records, which is slow
         dynamic_rendezvous.get_method_name = lambda depth=2: "forked"
         evaluate_command.draw_training_plot = lambda path, *_: path.touch()
-        train_command.estimate_memory = lambda *_: None
         call_in_one_chunk(run_python, arguments=arguments)
 
     def finish(self, timeout):

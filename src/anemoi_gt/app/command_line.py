@@ -22,13 +22,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "train": {
         "resume": bool,
         "init_from": str | None,
-        "explain": Any,  # `check_explain` refuses true, which a str would take as a name
+        "explain": str | None,
         "plots.variables": list[str] | None,
     },
     "evaluate": {
         "checkpoint": str,
         "rollout": int,
-        "explain": Any,
+        "explain": str | None,
         "plots.variables": list[str] | None,
     },
     "rollout": {

@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 def prepare(config: "hydra_app.DictConfig") -> Callable[[], None]:
     """Build the model and data of a checkpoint, and return a function that evaluates the model."""
     check_integer("rollout", config.rollout)
-    check_explain(config.explain)
     run, step = build_trained(config)
     run.splits.test.require_samples()
     chosen_variables(run.splits.test, config.plots.variables)  # raises for unknown variables
@@ -139,13 +138,6 @@ def write_scores(path: Path, scores: list[Score]) -> None:
     text = json.dumps([asdict(score) for score in scores], indent=2) + "\n"
     with atomic_write(path) as file:
         file.write(text.encode())
-
-
-def check_explain(target: object) -> None:
-    """Raise ValueError unless `explain` is null, "print" or the name of a file."""
-    is_text = isinstance(target, str) and target != ""
-    if target is not None and not is_text:
-        raise ValueError(f"explain must be null, print or the name of a file, got {target!r}")
 
 
 def write_explanation(

@@ -33,8 +33,6 @@ VERIFIED_BATCH = 3  # batch size at which a package is compared with the model
 
 def prepare(config: "hydra_app.DictConfig") -> Callable[[], PackageReport]:
     """Build the model and data of a checkpoint, and return a function that exports the model."""
-    if config.out == "":
-        raise ValueError("out must be a file name, such as model.pt2, got ''")
     out = Path(config.out)
     max_batch = config.max_batch
     precision = config.precision

@@ -3,23 +3,19 @@
 import logging
 import os
 import re
-import shlex
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
 
 from anemoi_gt.app.command_line import OPTIONS, CommandLineError, hydra_main
 from anemoi_gt.app.objects import as_type
 from anemoi_gt.app.trained import config_of
-from anemoi_gt.app.training.memory_estimate import is_out_of_memory, out_of_memory
 from anemoi_gt.app.training.progress import Stopped
 from anemoi_gt.app.training.run_files import load_checkpoint
-from anemoi_gt.app.training.run_folder import LOCK, own
 from anemoi_gt.distributed import is_launched
 from anemoi_gt.extras import import_extra
 
@@ -31,7 +27,8 @@ log = logging.getLogger(__name__)
 # imported at the start, so that a missing one does not end the run after an hour of training
 REQUIRED_MODULES = ("hydra", "tqdm", "matplotlib", "scipy")
 ERRORS_OF_PREPARATION = (ValueError, TypeError, ImportError, OSError, FloatingPointError)
-ERRORS_OF_JOB = (FloatingPointError, OSError)  # other errors are bugs, shown with their traceback
+# other errors are bugs, shown with their traceback
+ERRORS_OF_JOB = (FloatingPointError, OSError, MemoryError, torch.OutOfMemoryError)
 
 
 class ConfigError(Exception):
@@ -83,49 +80,6 @@ def argument_value(arguments: list[str], key: str) -> Any:
         return None
 
 
-def check_folder(arguments: list[str]) -> Path:
-    """Return the existing folder in which Hydra will create the run folder.
-
-    Raises ValueError if it cannot create one there.
-    """
-    value = argument_value(arguments, "hydra.run.dir")
-    if value == "":
-        raise ValueError(
-            "hydra.run.dir must name a folder, got nothing: the run would write to the working "
-            "directory"
-        )
-    folder = Path(str(value or "outputs")).absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    try:
-        # os.access would not see what only a write meets, such as a quota
-        TemporaryDirectory(dir=existing).cleanup()
-    except OSError as error:
-        raise ValueError(
-            f"hydra.run.dir must be a folder that can be created, got {folder}: {existing}: "
-            f"{error.strerror}"
-        ) from error
-    return existing
-
-
-def remove_empty_run(existing: Path) -> None:
-    """Remove the folder of a failed run, below `existing`, if it has only Hydra's files.
-
-    The folder stays if another process trains in it, which may have created it at the same time.
-    """
-    folder = output_folder()
-    if existing not in folder.parents:  # it existed before the run
-        return
-    with suppress(ValueError), own(folder):
-        names = [path.name for path in folder.iterdir()]
-        is_empty = all(name.startswith((LOCK, ".hydra")) or name.endswith(".log") for name in names)
-        if not is_empty:
-            return
-        shutil.rmtree(folder)
-        for parent in folder.parents[: folder.parents.index(existing)]:
-            with suppress(OSError):  # not empty: it holds another run
-                parent.rmdir()
-
-
 def check_options(config: "DictConfig", options: Mapping[str, Any]) -> None:
     """Convert the options of a command to their types.
 
@@ -161,8 +115,7 @@ def run_command(
     """Run a Hydra application with the command-line arguments.
 
     After an error that the user can fix, the process prints one sentence on standard error and
-    exits with status 1. After a signal, the status is 128 plus its number. A run that cannot start
-    leaves no folder.
+    exits with status 1. After a signal, the status is 128 plus its number.
 
     `name` is the name of the application's module. `prepare` returns the job for the composed
     config; its errors are reported as errors in the config. `choose_config` returns the name of the
@@ -175,35 +128,24 @@ def run_command(
         for required in REQUIRED_MODULES:
             import_extra(required, "train")
         config_name = choose_config()
-        existing = check_folder(sys.argv[1:])
     except (ImportError, OSError, ValueError) as error:
         exit_with_error(module, error)
 
     def run(config: "DictConfig") -> Any:
-        error: Exception | str
         try:
             return prepare_job(name, prepare, config)()
         except Stopped as stopped:
-            message = f"{stopped}: {resume_command(output_folder())}"
-            exit_with_error(module, message, stopped.exit_status)
-        except (ConfigError, *ERRORS_OF_JOB) as caught:
-            error = caught
-        except (RuntimeError, MemoryError) as caught:
-            if not is_out_of_memory(caught):
-                raise
-            error = out_of_memory(config, caught)
-        except KeyboardInterrupt:
-            remove_empty_run(existing)
-            raise
-        remove_empty_run(existing)
-        exit_with_error(module, error)
+            remedy = f"resume=true hydra.run.dir={output_folder()} continues the run"
+            exit_with_error(module, f"{stopped}: {remedy}", stopped.exit_status)
+        except (ConfigError, *ERRORS_OF_JOB) as error:
+            exit_with_error(module, error)
 
     logging.raiseExceptions = False  # a log file on a full disk must not add tracebacks
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # by the console script, for imports
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         hydra_main(name, config_name, run)
-    except CommandLineError as error:
+    except (CommandLineError, OSError) as error:  # OSError: the folder of the run cannot be made
         exit_with_error(module, error)
     except KeyboardInterrupt:
         exit_with_error(module, "interrupted", 130)
@@ -248,28 +190,6 @@ def prepare_job(
         raise ConfigError(str(error).splitlines()[0]) from error
     except (HydraException, *ERRORS_OF_PREPARATION) as error:
         raise ConfigError(error) from error
-
-
-def resume_command(folder: Path) -> str:
-    """Return the shell command that continues a run; under torchrun, on rank 0's host."""
-    override = f"hydra.run.dir={folder}"
-    if not re.fullmatch(r"[\w./=-]+", override):  # quoted for Hydra, then for the shell
-        escaped = str(folder).replace("'", "\\'")
-        override = shlex.quote(f"hydra.run.dir='{escaped}'")
-    if "RANK" not in os.environ:
-        return f"anemoi-gt train resume=true {override}"
-    hosts = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-    command = ["torchrun"]
-    if hosts > 1:
-        address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-        command += [f"--nnodes={hosts}", "--node-rank=0"]
-        command += [f"--master-addr={address}", f"--master-port={port}"]
-    command += [f"--nproc-per-node={os.environ['LOCAL_WORLD_SIZE']}", "-m", "anemoi_gt.train"]
-    command += [argument for argument in sys.argv[1:] if argument.startswith("sharding")]
-    command += ["resume=true", override]
-    if hosts > 1:
-        command.append(" # on the other hosts with their --node-rank")
-    return " ".join(command)
 
 
 def exit_with_error(module: str, error: Exception | str, status: int = 1) -> NoReturn:

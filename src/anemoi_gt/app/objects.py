@@ -15,7 +15,6 @@ from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset, Splits
 from anemoi_gt.app.datasets.schema import DataSchema
 from anemoi_gt.app.trained import check_same_network, config_of, current_target, schema_of
 from anemoi_gt.app.training import TrainingConfig
-from anemoi_gt.app.training.capture_choice import check_capturable, device_unsupported_reason
 from anemoi_gt.app.training.config import choose_device
 from anemoi_gt.app.training.run_files import load_checkpoint, load_weights
 from anemoi_gt.data.graphs import check_fit
@@ -203,8 +202,6 @@ def check_device(config: "DictConfig") -> TrainingConfig:
     """Return the training config; raise ValueError if its device does not support it."""
     training = instantiate(config.training)
     device = choose_device(training.device)
-    if training.cuda_graph:
-        check_capturable(device_unsupported_reason(device))
     problem = compile_problem(device) if training.compile else None
     if problem is not None:
         raise ValueError(f"training.compile must be false here, got true: {problem}")

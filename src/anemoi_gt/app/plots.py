@@ -1,6 +1,5 @@
 """Plots of a training run and of a rollout, as PNG files."""
 
-import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,16 +27,9 @@ FIGURE_SIZE = {"mollweide": (14, 7.2), "rectilinear": (13, 8.4)}  # inches, of t
 MAP_SIZE = {"mollweide": (3.5, 2.1), "rectilinear": (3.4, 3.3)}  # inches, in the plot of a rollout
 COLUMNS = 4  # number of lead times with maps
 MAX_VARIABLES = 3  # plotted by default
-MAX_TICKS = 6
 MAX_LABEL = 20  # characters of a label on one line
 TITLE_SIZE = 13  # points
 TITLE_DENSITY = 9.0  # characters an inch, at this size
-EXTENDS = {  # by whether values are below and above a colour bar
-    (False, False): "neither",
-    (True, False): "min",
-    (False, True): "max",
-    (True, True): "both",
-}
 
 
 def chosen_variables(dataset: ForecastDataset, names: Sequence[str] | None) -> list[int]:
@@ -112,7 +104,7 @@ def _draw_forecast_panel(
         if weights.ndim == 2:  # 0 where the error is NaN
             weights = weights[:, v]
         rmse = np.sqrt((weights * np.nan_to_num(error) ** 2).mean())
-        errors[f"error of {name}\nRMSE {rmse:.3g} {typeset(units)}"] = error
+        errors[f"error of {name}\nRMSE {rmse:.3g} {units}"] = error
     _draw_maps(axes[3:], image, label, errors, **_error_style(*errors.values()))
     scores_of_variable = [score for score in scores if score.variable == dataset.variables[v]]
     if losses is None:
@@ -197,19 +189,8 @@ def _caption(dataset: ForecastDataset, v: int) -> str:
 
 def _label(dataset: ForecastDataset, v: int) -> str:
     """Return name and units of a variable for a colour bar, on two lines if they are long."""
-    label = with_units(dataset.variables[v], typeset(dataset.units[v]))
+    label = with_units(dataset.variables[v], dataset.units[v])
     return label.replace(" [", "\n[") if len(label) > MAX_LABEL else label
-
-
-def typeset(units: str) -> str:
-    """Return units with raised exponents, in Matplotlib's notation.
-
-    Examples
-    --------
-    >>> typeset("kg m**-2 s-1")
-    'kg m$^{-2}$ s$^{-1}$'
-    """
-    return re.sub(r"(?<=[A-Za-z])(?:\*\*|\^)?(-?\d+)", r"$^{\1}$", units)
 
 
 def _draw_title(figure: "FigureBase", title: str) -> None:
@@ -253,14 +234,12 @@ def _draw_maps(
     fields: Mapping[str, np.ndarray],
     **style: Any,
 ) -> None:
-    """Draw fields [N], by title, with one colour bar, which has arrows where it is exceeded."""
+    """Draw fields [N], by title, with one colour bar."""
     for ax, (title, field) in zip(axes, fields.items(), strict=True):
         mesh = image.draw(ax, field, **style)
         ax.set_title(title)
-    is_below = any(np.nanmin(field) < style["vmin"] for field in fields.values())
-    is_above = any(np.nanmax(field) > style["vmax"] for field in fields.values())
-    extend = EXTENDS[is_below, is_above]
-    axes[0].figure.colorbar(mesh, ax=axes, label=label, aspect=15, pad=0.02, extend=extend)
+    # arrows: a forecast may be beyond the values of start and truth
+    axes[0].figure.colorbar(mesh, ax=axes, label=label, aspect=15, pad=0.02, extend="both")
 
 
 def _draw_loss(axes: "Axes", records: list[dict]) -> None:
@@ -279,19 +258,7 @@ def _draw_loss(axes: "Axes", records: list[dict]) -> None:
         label="validation",
     )
     axes.set(yscale="log", xlabel="step", ylabel="normalised", title="loss: mean squared error")
-    _label_log_axis(axes)
     axes.legend(frameon=False)
-
-
-def _label_log_axis(axes: "Axes") -> None:
-    """Label a logarithmic y axis: powers of ten with 2 and 5, or round numbers within a decade."""
-    ticker = import_extra("matplotlib.ticker", "train")
-    low, high = axes.get_ylim()
-    if high / low < 10:
-        axes.yaxis.set_major_locator(ticker.MaxNLocator(4))
-        axes.yaxis.set_minor_locator(ticker.NullLocator())
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter(lambda loss, _: f"{loss:g}" if f"{loss:e}"[0] in "25" else "")
 
 
 def _draw_scores(axes: "Axes", scores: list[Score]) -> None:
@@ -302,7 +269,7 @@ def _draw_scores(axes: "Axes", scores: list[Score]) -> None:
     axes.bar_label(bars, fmt=" %.3g")
     axes.invert_yaxis()  # the model on top
     axes.margins(x=0.35)
-    axes.set(title="RMSE of all test samples", xlabel=typeset(scores[0].units))
+    axes.set(title="RMSE of all test samples", xlabel=scores[0].units)
 
 
 def _draw_growth(axes: "Axes", dataset: ForecastDataset, scores: list[Score], v: int) -> None:
@@ -317,23 +284,9 @@ def _draw_growth(axes: "Axes", dataset: ForecastDataset, scores: list[Score], v:
             lead_times, errors, color=color, linestyle=line, marker="o", markersize=4, label=name
         )
     axes.set_ylim(bottom=0)
-    axes.set_xticks(lead_time_ticks([score.lead_time for score in scores]))
     axes.set(
         xlabel="lead time [h]",
-        ylabel=with_units("RMSE", typeset(dataset.units[v])),
+        ylabel=with_units("RMSE", dataset.units[v]),
         title="all test samples",
     )
     axes.legend(frameon=False)
-
-
-def lead_time_ticks(lead_times: list[float]) -> list[float]:
-    """Return at most six lead times: every one, every second, and so on.
-
-    Examples
-    --------
-    >>> lead_time_ticks([6.0 * n for n in range(1, 11)])
-    [12.0, 24.0, 36.0, 48.0, 60.0]
-    """
-    ascending = sorted(set(lead_times))
-    step = -(-len(ascending) // MAX_TICKS)
-    return ascending[step - 1 :: step]

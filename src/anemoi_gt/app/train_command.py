@@ -9,9 +9,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,12 @@ from anemoi_gt.app.datasets.forecast_dataset import (
     starts_in_training,
     with_units,
 )
-from anemoi_gt.app.evaluate_command import check_explain, write_explanation, write_report
+from anemoi_gt.app.evaluate_command import write_explanation, write_report
 from anemoi_gt.app.plots import chosen_variables
 from anemoi_gt.app.trained import config_of, flatten, schema_of
 from anemoi_gt.app.training import Trainer, TrainingConfig
 from anemoi_gt.app.training.config import choose_device, cpu_threads
 from anemoi_gt.app.training.loggers import import_logger, open_metrics
-from anemoi_gt.app.training.memory_estimate import estimate_memory
 from anemoi_gt.app.training.progress import Stopped
 from anemoi_gt.app.training.run_files import load_checkpoint, load_fitting_weights, load_weights
 from anemoi_gt.app.training.run_folder import (
@@ -64,7 +63,6 @@ from anemoi_gt.distributed.process_group import (
     make_cpu_group,
     report_sentence,
 )
-from anemoi_gt.nn.static_graph import DATA
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +73,7 @@ MAY_DIFFER = (
     *("training.compile", "training.cuda_graph", "training.device", "training.logger"),
     "training.threads",
 )
+SHARDING = {"sharding", "sharding.strategy"}  # options that select another sharding
 # options that may differ between ranks
 RANKS_MAY_DIFFER = ("data.path", "training.device", "training.threads", "kernels.backend")
 
@@ -82,7 +81,6 @@ RANKS_MAY_DIFFER = ("data.path", "training.device", "training.threads", "kernels
 def prepare(config: "hydra_app.DictConfig") -> Callable[[], float | None]:
     """Build the objects of a config, and return a function that trains the model."""
     objects.check_types(config, "sharding")
-    check_explain(config.explain)
     if is_launched():
         if config.explain is not None:
             raise ValueError(
@@ -184,10 +182,6 @@ def checkpoint_to_resume(
     state = read_run(path)
     before = config_of(state.get("config"), path)
     check_same_config(path, before, description)
-    former = before.get("sharding")
-    current = description.get("sharding")
-    if former != current:
-        log.info("sharding changes from %s to %s", _as_arguments(former), _as_arguments(current))
     return state
 
 
@@ -227,15 +221,10 @@ def check_start(folder: Path, description: dict, *, resume: bool) -> None:
     """
     if not resume:
         return
-    if not has_records(folder):
+    config = read_config(folder) if has_records(folder) else None
+    if config is None:
         log.info("%s holds no checkpoint: the run starts at step 0", folder)
         return
-    config = read_config(folder)
-    if config is None:
-        raise ValueError(
-            f"a run without a checkpoint starts again with its own config, {folder} has no "
-            f"{CONFIG}: another hydra.run.dir starts a new one"
-        )
     own_config = {group: config[group] for group in description if group in config}
     check_same_config(folder / CONFIG, own_config, description)
     log.info(
@@ -276,14 +265,12 @@ def train(trainer: Trainer, variables: Sequence[str] | None, ownership: ExitStac
     with ownership:
         num_parameters = sum(parameter.numel() for parameter in trainer.step.model.parameters())
         log.info("%s\n%d parameters", describe_data(splits), num_parameters)
-        inputs = (len(splits.train.nodes), splits.train.in_channels)
-        memory = estimate_memory(trainer.step.model, trainer.config, inputs)
-        if memory is not None:
-            log.info("memory of a step: %s", memory)
         start = time.perf_counter()
         with open_metrics(trainer) as metrics:
             trainer.fit(metrics)
         log.info("trained %.0f s on %s", time.perf_counter() - start, trainer.device)
+        if trainer.device.type == "cuda":
+            log.info("peak GPU memory: %.3g GB", torch.cuda.max_memory_allocated() / 1e9)
         with cpu_threads(trainer.config.threads):
             write_report(folder, trainer.best_model(), splits.test, metrics.records, variables)
         return trainer.best_loss
@@ -360,12 +347,6 @@ def _train_on_ranks(
         if mesh.get_rank() == 0:  # the memory of a host may hold the graph once, not once a rank
             whole = build_model(config, splits)
         model, shard = scatter_model(whole, mesh, group)
-        memory = None
-        if mesh.get_rank() == 0:  # which logs it
-            share = replace(training, batch_size=training.batch_size // mesh["data"].size())
-            inputs = (model.nodes[DATA].num_nodes, splits.train.in_channels)
-            divisor = mesh.size() if sharding.parameters else 1
-            memory = estimate_memory(model, share, inputs, divisor)
         trainer = make_sharded_trainer(
             model,
             shard,
@@ -380,7 +361,6 @@ def _train_on_ranks(
         run_on_rank0(partial(write_config, folder, config, description))
         log.info("%s", describe_data(splits))
         log.info("%d ranks, %d of them for a model", mesh.size(), mesh["model"].size())
-        log.info("memory of a step on the first rank: %s", memory)
         test = splits.test if whole is not None else None
         del splits, model  # keep only this rank's shard
         stopped = None
@@ -436,7 +416,7 @@ def primary_config(arguments: list[str]) -> str:
     if config is None or keys & set(GROUPS):
         return "train"
     kept = {key: config[key] for key in (*GROUPS, "init_from") if key in config}
-    if is_launched() and keeps_sharding(config, keys, int(os.environ["WORLD_SIZE"])):
+    if is_launched() and config.get("sharding") and keys.isdisjoint(SHARDING):
         kept["sharding"] = config["sharding"]
     hydra_app.store_config({"init_from": None} | kept)
     return "resume"
@@ -461,31 +441,6 @@ def check_slurm_tasks(environment: Mapping[str, str]) -> None:
             f"the torchruns of all tasks of srun must share one job, got {tasks} tasks with a job "
             f"each: give torchrun --nnodes={tasks} and --rdzv-endpoint, or use srun --ntasks=1"
         )
-
-
-def keeps_sharding(config: Mapping[str, Any], keys: Collection[str], ranks: int) -> bool:
-    """Return whether the sharding of a run that continues is kept: no argument selects another.
-
-    Raises ValueError if it does not fit the number of ranks.
-    """
-    if not config.get("sharding") or not {"sharding", "sharding.strategy"}.isdisjoint(keys):
-        return False
-    model = config["sharding"]["model"]
-    if ranks % model and "sharding.model" not in keys:
-        largest = max(number for number in range(1, model) if ranks % number == 0)
-        raise ValueError(
-            f"the run that continues has sharding.model={model}, which must divide the number of "
-            f"ranks, got {ranks}: add sharding.model={largest}"
-        )
-    return True
-
-
-def _as_arguments(sharding: dict[str, Any] | None) -> str:
-    """Return a sharding as command-line arguments, for the log."""
-    if sharding is None:
-        return "unknown: the checkpoint does not store it"
-    words = [f"sharding.{name}={value}" for name, value in sharding.items() if name != "strategy"]
-    return " ".join([f"sharding={sharding['strategy']}", *words])
 
 
 def main() -> None:

@@ -8,25 +8,16 @@ The layout is the same as in anemoi-graphs, so that a model accepts either:
     graph["hidden", "to", "hidden"]          processor
     graph["hidden", "to", "data"]            decoder
 
-A hierarchy has further hidden levels "hidden_2", "hidden_3", ..., each coarser than the previous
-one:
-
-    graph["hidden", "to", "hidden_2"]        down
-    graph["hidden_2", "to", "hidden_2"]      processor of the level
-    graph["hidden_2", "to", "hidden"]        up
-
 A builder takes the data nodes first and its options by keyword: a Hydra config names the builder
 and sets `_partial_: true`, and the data set provides the nodes.
 
 References
 ----------
-anemoi-training, config/graph: multi_scale, limited_area, stretched_grid and hierarchical_3level
-(edges).
+anemoi-training, config/graph: multi_scale, limited_area and stretched_grid (edges).
 """
 
 import logging
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -255,64 +246,6 @@ def stretched_graph(
             (HIDDEN, DATA): edges.nearest(mesh.nodes, nodes, nearest),
         },
     )
-
-
-def hierarchical_graph(
-    nodes: Nodes,
-    *,
-    refinements: Sequence[int] = (5, 4, 3),
-    cutoff: float = 0.6,
-    nearest: int = 3,
-    down_cutoff: float = 1.5,
-    up_nearest: int = 5,
-) -> HeteroData:
-    """Return the graph of a global grid and a hierarchy of icospheres, fine to coarse.
-
-    Data nodes are connected to the finest level, and each level to the next. Each level has the
-    edges of icosphere levels 0 to its own refinement. Raises ValueError if there are fewer than two
-    refinements, they do not decrease, or an option is out of range.
-
-    Parameters
-    ----------
-    refinements : sequence of int
-        Refinements of the icospheres, decreasing; the first is called "hidden", the others
-        "hidden_2", "hidden_3", ...
-    cutoff, nearest
-        Between data and the finest level, as for `icosphere_graph`.
-    down_cutoff : float
-        Down: radius in units of the coarser level's spacing; a node has at most 64 in-edges.
-    up_nearest : int
-        Up: number of nearest nodes of the coarser level connected to each node.
-
-    Examples
-    --------
-    >>> from anemoi_gt.data.grids import octahedral
-    >>> graph = hierarchical_graph(octahedral(16), refinements=(3, 2))
-    >>> {name: len(graph[name].x) for name in graph.node_types}
-    {'data': 1600, 'hidden': 642, 'hidden_2': 162}
-    """
-    if not isinstance(refinements, Sequence):
-        refinements = [refinements]
-    for refinement in refinements:
-        check_integer("refinement", refinement)
-    if len(refinements) < 2 or any(fine <= coarse for fine, coarse in pairwise(refinements)):
-        raise ValueError(
-            "refinements must be two or more, decreasing from fine to coarse, got "
-            f"{list(refinements)}"
-        )
-    names = [HIDDEN, *(f"{HIDDEN}_{level}" for level in range(2, len(refinements) + 1))]
-    meshes = {
-        name: icosphere(r, tuple(range(r + 1))) for name, r in zip(names, refinements, strict=True)
-    }
-    sets = {DATA: nodes} | {name: mesh.nodes for name, mesh in meshes.items()}
-    edge_indices = _edges_with_data(nodes, meshes[HIDDEN], cutoff, nearest)
-    for fine, coarse in pairwise(names):
-        edge_indices |= {
-            (fine, coarse): edges.cutoff(sets[fine], sets[coarse], down_cutoff),
-            (coarse, coarse): meshes[coarse].edge_index,
-            (coarse, fine): edges.nearest(sets[coarse], sets[fine], up_nearest),
-        }
-    return _connect(sets, edge_indices)
 
 
 def encoder_processor_decoder(

@@ -16,7 +16,6 @@ Lam, R. et al. (2023), Learning skillful medium-range global weather forecasting
 levels, areas and order).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,12 +51,11 @@ class Mesh:
         return Mesh(self.nodes[keep], new_index[self.edge_index[:, inside]])
 
 
-def icosphere(refinement: int, levels: tuple[int, ...] | None = None) -> Mesh:
+def icosphere(refinement: int) -> Mesh:
     """Return a refined icosahedron: 10 * 4^refinement + 2 nodes, 60 * 4^l edges per level l.
 
-    Each triangle is split into four, `refinement` times. `levels` are the levels of the edges, by
-    default 1 to `refinement`. Raises ValueError if `refinement` is not 1 to 11, or a level is not
-    in [0, refinement].
+    Each triangle is split into four, `refinement` times. The edges are those of levels 1 to
+    `refinement`. Raises ValueError if `refinement` is not 1 to 11.
 
     Examples
     --------
@@ -66,7 +64,7 @@ def icosphere(refinement: int, levels: tuple[int, ...] | None = None) -> Mesh:
     (10242, (2, 81840))
     """
     check_refinement("refinement", refinement)
-    mesh, _ = _refine(refinement, range(1, refinement + 1) if levels is None else levels)
+    mesh, _ = _refine(refinement)
     return mesh
 
 
@@ -111,7 +109,7 @@ def stretched_icosphere(
         raise ValueError(
             f"area_refinement must be above refinement, got {area_refinement} and {refinement}"
         )
-    mesh, index = _refine(area_refinement, range(1, area_refinement + 1))
+    mesh, index = _refine(area_refinement)
     coarse = index < 10 * 4**refinement + 2
     return mesh.restrict(coarse | _over(area, mesh.nodes, margin))
 
@@ -134,19 +132,13 @@ def _over(area: Nodes, nodes: Nodes, margin: float) -> np.ndarray:
     return within(area, nodes, margin)
 
 
-def _refine(refinement: int, levels: Sequence[int]) -> tuple[Mesh, np.ndarray]:
+def _refine(refinement: int) -> tuple[Mesh, np.ndarray]:
     """Return the icosphere and each vertex's index in splitting order.
 
     Level l has the first 10 * 4^l + 2 vertices of that order.
     """
-    is_sequence = isinstance(levels, Sequence) and len(levels) > 0
-    if not is_sequence or any(level not in range(refinement + 1) for level in levels):
-        raise ValueError(
-            f"levels must be one or more of 0 to {refinement}, the refinement, such as (1, 2), got "
-            f"{levels!r}"
-        )
     xyz, faces = _icosahedron()
-    sides = [_sides(faces)[0]]
+    sides = []
     for _ in range(refinement):
         xyz, faces = _split(xyz, faces)
         sides.append(_sides(faces)[0])
@@ -155,7 +147,7 @@ def _refine(refinement: int, levels: Sequence[int]) -> tuple[Mesh, np.ndarray]:
     lat, lon = nodes.stored.T  # vertices of one parallel differ in the last bits of a float64
     order = np.lexsort((lon, lat))[::-1]  # north to south, then east to west
     rank = np.argsort(order)
-    one_way = rank[np.concatenate([sides[level] for level in set(levels)])].T
+    one_way = rank[np.concatenate(sides)].T
     edge_index = sort_by_destination(np.concatenate([one_way, one_way[::-1]], axis=1))
     return Mesh(nodes[order], edge_index), order
 

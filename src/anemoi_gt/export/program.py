@@ -16,6 +16,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils._pytree import tree_map
 
 from anemoi_gt.custom_ops import NAMESPACE
+from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.static_graph import StaticStructure
 from anemoi_gt.ops.triton_backend.device import interpreted
 from anemoi_gt.option_checks import check_integer
@@ -37,6 +38,39 @@ class Autocast(nn.Module):
         """Call the model."""
         with torch.autocast(self.device_type, dtype=self.dtype):
             return self.model(x)
+
+
+class TensorGraphLayer(nn.Module):
+    """A layer, block, processor or mapper that takes a graph as the tensors of its structure.
+
+    Inputs of torch.export are tensors, not a GraphStructure. So one program supports graphs of any
+    size. The layer is called as `layer(x, graph, edge_attr)`.
+    """
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        structure: dict[str, Tensor],
+        edge_attr: Tensor | None = None,
+    ) -> Any:
+        """Call the layer.
+
+        Parameters
+        ----------
+        x : Tensor, or pair of Tensor
+            Input of the layer.
+        structure : dict of str to Tensor
+            `GraphStructure.state_dict()` of a structure. Build it with `reverse=False`, because
+            every tensor becomes an input: inference needs only `colptr`, `row` and `sources`, and
+            `perm` if the edges are not sorted by destination.
+        edge_attr : Tensor [E, D] or [B, E, D], optional
+            In the caller's edge order.
+        """
+        return self.layer(x, GraphStructure.from_state(structure), edge_attr)
 
 
 def export_model(

@@ -424,20 +424,18 @@ def test_a_valid_range_of_packed_values_is_unpacked(tmp_path):
 
 
 @pytest.mark.parametrize("year", ["2300", "0001"])
-def test_years_beyond_nanoseconds_are_named(year, tmp_path):
+def test_years_beyond_nanoseconds_are_refused(year, tmp_path):
     source = weather_file()[["t2m"]].isel(time=slice(4)).drop_vars("time")
     source["time"] = ("time", np.arange(4.0), {"units": f"days since {year}-01-01"})
     source.to_netcdf(tmp_path / "a.nc")
-    with pytest.raises(
-        ValueError, match=f"must have dates from 1678 to 2261, got 0*{int(year)}-01-01"
-    ):
+    with pytest.raises(ValueError, match="not dates of the standard calendar, from 1678 to 2261"):
         fields_of(str(tmp_path / "a.nc"))
 
 
 def test_the_remedy_for_another_calendar_works(tmp_path):
     source = weather_file()[["t2m"]].convert_calendar("360_day", align_on="date")
     source.to_netcdf(tmp_path / "a.nc")
-    with pytest.raises(ValueError, match=r"convert_calendar\('standard', align_on='date'\)"):
+    with pytest.raises(ValueError, match="not dates of the standard calendar"):
         fields_of(str(tmp_path / "a.nc"))
     assert len(fields_of(source.convert_calendar("standard", align_on="date")).times) > 30
 

@@ -211,10 +211,6 @@ PRESENT = np.arange(HOURS) != 100
     (lambda: split(hourly_field(hours=630), LEAD), "more than 630 hours, got 630"),
     (lambda: HourlyField(POINTS, TIMES[PRESENT], VALUES[PRESENT]), "an hour apart"),
     (lambda: HourlyField(POINTS, TIMES, VALUES.where(VALUES[3, 2] != VALUES, torch.nan)), "finite"),
-    (
-        lambda: HourlyField(POINTS, TIMES, VALUES[:, :5]),
-        r"\[744, 6\], times by nodes, got \(744, 5\)",
-    ),
 )
 def test_invalid_field_or_lead_time_raises(wrong, message):
     raises(wrong, message)

@@ -105,14 +105,6 @@ def test_false_launches_and_asks_nothing(choose, caplog, name, options):
     assert not caplog.records
 
 
-def test_anomaly_detection_is_a_reason(choose, caplog):
-    with torch.autograd.set_detect_anomaly(True):
-        assert not choose(cuda_graph=None)
-        with pytest.raises(ValueError, match="switch torch.autograd.set_detect_anomaly off"):
-            choose(cuda_graph=True)
-    assert "anomaly detection reads back from the device" in caplog.text
-
-
 class Limited(nn.Linear):
     """A layer whose Python code could count its calls."""
 

@@ -234,43 +234,6 @@ def test_a_run_that_chooses_so_replays_every_step(make_trainer, monkeypatch):
     assert len(captures) == 1
 
 
-def half_of(batch):
-    return Sample(*(part[:1] for part in batch))
-
-
-def losses_of_two_sizes(trainer):
-    """Losses and last weights of steps on batches of 2, 1, 1 and 2 samples."""
-    torch.manual_seed(3)
-    first, second, third, fourth = list(trainer.batches.since(0))[:4]
-    batches = [first, half_of(second), half_of(third), fourth]
-    losses = [trainer.step.training_step(batch) for batch in batches]
-    return [*losses, *(parameter.detach() for parameter in trainer.step.model.parameters())]
-
-
-def test_by_default_a_batch_of_another_shape_is_eager_with_one_warning(make_trainer, caplog):
-    captured = make_trainer()
-    captured.step.capture(capture_in_place)
-    assert_same(losses_of_two_sizes(captured), losses_of_two_sizes(make_trainer()))
-    warnings = [record.getMessage() for record in caplog.records]
-    assert warnings == ["batches of other shapes than the first run without the CUDA graph"]
-
-
-def test_gradients_of_an_eager_batch_are_not_added_to_those_of_a_replay(make_trainer):
-    trainer = make_trainer()
-    first, second = list(trainer.batches.since(0))[:2]
-    parameter = next(trainer.step.model.parameters())
-    gradients = []
-    for captured in (False, True):
-        if captured:
-            trainer.step.capture(capture_in_place)
-            trainer.step.forward_backward(first)
-        torch.manual_seed(3)
-        trainer.step.forward_backward(half_of(second))
-        gradients.append(parameter.grad.clone())
-        parameter.grad = None
-    assert torch.equal(*gradients)
-
-
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_pass_replaces_the_gradients_of_the_pass_before(make_trainer, captured):
     trainer = make_trainer()
@@ -285,15 +248,6 @@ def test_a_pass_replaces_the_gradients_of_the_pass_before(make_trainer, captured
             step.forward_backward(batch)
         gradients.append([parameter.grad.clone() for parameter in step.model.parameters()])
     assert_same(*gradients)
-
-
-def test_a_required_cuda_graph_refuses_a_batch_of_another_shape(make_trainer, monkeypatch):
-    monkeypatch.setattr("anemoi_gt.app.training.step.replays_steps", lambda *_: True)
-    monkeypatch.setattr("anemoi_gt.app.training.step.capture_cuda_graph", capture_in_place)
-    step, batches = make_trainer(cuda_graph=True).step, make_trainer().batches.since(0)
-    step.training_step(next(batches))
-    with pytest.raises(ValueError, match="shapes and dtypes of the first, .*cuda_graph=false"):
-        step.training_step(half_of(next(batches)))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")

@@ -44,7 +44,7 @@ def of_mlflow(client, name):
 @pytest.mark.application
 @pytest.mark.parametrize("logger", ["tensorboard", "mlflow"])
 def test_a_logger_has_the_records_of_a_run_that_was_continued(
-    logger, server, tmp_path, monkeypatch, start, only_train
+    logger, server, tmp_path, monkeypatch, start, without_pictures
 ):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "run"

@@ -89,14 +89,6 @@ def test_metrics_without_a_checkpoint_are_a_run_that_only_resume_starts_again(fo
     assert checkpoint_to_continue(folder, ONE_PROCESS, resume=False) is None
 
 
-@pytest.mark.parametrize("content", ["a: [", "- 1", "a: ${b}"])
-def test_a_file_that_is_no_config_is_refused_by_name(folder_with, content):
-    folder = folder_with(CONFIG)
-    (folder / CONFIG).write_text(content)
-    with pytest.raises(ValueError, match=f"{CONFIG} must be the config of a run"):
-        read_config(folder)
-
-
 def hold(folder, owned):
     with own(folder):
         owned.set()

@@ -63,11 +63,6 @@ class HourlyField:
     values: Tensor
 
     def __post_init__(self) -> None:
-        if self.values.shape != (len(self.times), len(self.nodes)):
-            raise ValueError(
-                f"values must be [{len(self.times)}, {len(self.nodes)}], times by nodes, got "
-                f"{tuple(self.values.shape)}"
-            )
         steps = np.diff(self.times)
         if not (steps == np.timedelta64(1, "h")).all():
             raise ValueError(f"times must be an hour apart, got steps of {np.unique(steps)}")

@@ -57,7 +57,6 @@ def read_anemoi(path: str | Path) -> list[Series]:
     return series
 
 
-ZARR_METADATA = (".zgroup", ".zmetadata", "zarr.json")
 READERS: dict[str, Callable[[Any], list[Series]]] = {"xarray": read_files, "anemoi": read_anemoi}
 
 
@@ -76,29 +75,8 @@ def _find(path: str | Path | Sequence[str]) -> list[str]:
     return files
 
 
-def check_format(file: str) -> None:
-    """Raise ValueError with the remedy for what holds fields, but is no file of them."""
-    path = Path(file)
-    remedy = None
-    if path.is_dir() and not any((path / name).exists() for name in ZARR_METADATA):
-        suffixes = sorted({member.suffix for member in path.iterdir() if member.is_file()})
-        remedy = "a folder must be a zarr, for its files give a pattern"
-        if suffixes:
-            remedy += f', "data.path={file}/*{suffixes[0]}"'
-    elif path.suffix == ".zip":
-        remedy = "unpack it first, a zipped zarr into a folder"
-    elif path.suffix in (".json", ".parquet", ".parq"):
-        remedy = (
-            "references of kerchunk must be opened by xarray: write them as a zarr, by "
-            "xarray.open_dataset(FILE, engine='kerchunk').to_zarr('FILE.zarr')"
-        )
-    if remedy is not None:
-        raise ValueError(f"{file} cannot be read: {remedy}")
-
-
 def _read(file: str) -> tuple[list[Series], dict[str, str]]:
     """Return the fields of a file, and why others were left out."""
-    check_format(file)
     try:
         if "://" in file or Path(file).is_dir():
             opened = open_zarr(file)

@@ -66,11 +66,10 @@ def read_dataset(
 ) -> tuple[list[Series], dict[str, str]]:
     """Return the fields of an xarray data set, and why variables were left out, by name.
 
-    Raises FieldError, with the `name` of the data set, for a calendar that is not the standard one,
-    and for coordinates that are ambiguous or have unknown units.
+    Raises FieldError, with the `name` of the data set, for coordinates that are ambiguous or have
+    unknown units.
     """
     source, roles = _with_roles(source)
-    _check_calendar(source, name)
     not_fields = _described_variables(source)
     reader = _DatasetReader(source, roles, not_fields, name)
     series: list[Series] = []
@@ -104,31 +103,9 @@ def _with_roles(source: "xarray.Dataset") -> tuple["xarray.Dataset", dict[Hashab
         for role, names in NAMES.items():
             if str(key).lower() in names:
                 roles[key] = role
-    source = _with_dates_of_text(source, roles)
     if roles.get("valid_time") == "time" and roles.get("time") == "time":
         roles["time"] = "start"  # of forecasts, as cfgrib names it
     return source.set_coords([key for key in roles if key in source.data_vars]), roles
-
-
-def _with_dates_of_text(source: "xarray.Dataset", roles: dict[Hashable, str]) -> "xarray.Dataset":
-    """Return a data set in which times that are text are dates, such as WRF's `Times`."""
-    for key, variable in source.variables.items():
-        is_time = roles.get(key) == "time" or key == "Times"
-        if not is_time or variable.ndim != 1 or variable.dtype.kind not in "SUO":
-            continue
-        if not all(isinstance(value, str | bytes) for value in variable.values.tolist()):
-            continue  # dates in a calendar that NumPy does not have
-        values = variable.values.astype(bytes).astype(str).tolist()
-        try:
-            dates = np.array([text.replace("_", "T") for text in values], "datetime64[s]")
-        except ValueError:
-            continue
-        if (dates.astype("datetime64[ns]") != dates).any():  # beyond its years
-            continue
-        roles[key] = "time"
-        dates = dates.astype("datetime64[ns]")
-        source = source.assign_coords({key: (variable.dims, dates, variable.attrs)})
-    return source
 
 
 def _described_variables(source: "xarray.Dataset") -> set[Hashable]:
@@ -141,24 +118,6 @@ def _described_variables(source: "xarray.Dataset") -> set[Hashable]:
         for attribute in ("bounds", "climatology", "grid_mapping"):
             names.update(str(described.get(attribute, "")).replace(":", " ").split())
     return names
-
-
-def _check_calendar(source: "xarray.Dataset", name: str) -> None:
-    """Raise ValueError for dates in another than the standard calendar."""
-    for array in source.coords.values():
-        date: Any = None
-        if array.dtype.kind == "O" and array.size > 0:
-            date = array.values.flat[0]
-        calendar = getattr(date, "calendar", None)
-        if calendar is None:
-            continue
-        if calendar in ("standard", "gregorian", "proleptic_gregorian"):
-            raise FieldError(f"{name} must have dates from 1678 to 2261, got {date}: change them")
-        align = ", align_on='date'" if calendar == "360_day" else ""
-        raise FieldError(
-            f"{name} must have dates in the standard calendar, got {calendar}: convert it in "
-            f"xarray by convert_calendar('standard'{align})"
-        )
 
 
 class _DatasetReader:
@@ -370,7 +329,7 @@ class _DatasetReader:
         """
         time = self._valid_time(part)
         (step, *_) = [*self._find(array, "step"), None]
-        (start, *_) = [*self._find(part, "start"), None]
+        (start, *_) = [*(c for c in self._find(part, "start") if c.dtype.kind == "M"), None]
         if time is not None and start is None and step is not None:
             # Without a coordinate of starts, `time` is one if the steps do not follow it.
             follows = set(step.dims) <= set(time.dims) and "standard_name" in time.attrs
@@ -385,8 +344,10 @@ class _DatasetReader:
         if time is None and start is not None:
             time = start if step is None else start + _hours(step)
         if time is None:
-            if any(self.roles.get(dim) == "time" for dim in part.dims):
-                raise LeftOutError("its times are not dates")
+            if any(self.roles.get(dim) in ("time", "start") for dim in part.dims):
+                raise LeftOutError(
+                    "its times are not dates of the standard calendar, from 1678 to 2261"
+                )
             if step is not None and step.ndim > 0:
                 raise LeftOutError("its steps have no start")
             return np.empty(0, "datetime64[ns]"), None, origin

@@ -51,9 +51,9 @@ def replays_steps(
     if config.cuda_graph is False:
         return False
     reason = capture_unsupported_reason(model, device, mesh)
-    if config.cuda_graph is True:
-        check_capturable(reason)
-    elif reason is None:
+    if config.cuda_graph is True and reason is not None:
+        raise ValueError(f"training.cuda_graph must be null or false, got true: {reason}")
+    if config.cuda_graph is None and reason is None:
         reason = unknown_code_reason(model, step_class)
     if device.type == "cuda":  # there is no choice on a CPU
         if reason is None:
@@ -63,35 +63,16 @@ def replays_steps(
     return reason is None
 
 
-def check_capturable(reason: str | None) -> None:
-    """Raise ValueError for `training.cuda_graph=true` if there is a reason against it."""
-    if reason is not None:
-        raise ValueError(f"training.cuda_graph must be null or false, got true: {reason}")
-
-
 def capture_unsupported_reason(
     model: nn.Module, device: torch.device, mesh: DeviceMesh | None
 ) -> str | None:
     """Return the reason why a training step cannot be captured in a CUDA graph, or None."""
-    reason = device_unsupported_reason(device)
-    if reason is None:
-        reason = _checkpointed_dropout(model)
-    if reason is None and torch.is_anomaly_enabled():
-        # It checks every gradient for NaN on the host, which fails during capture.
-        reason = (
-            "anomaly detection reads back from the device at every operation; switch "
-            "torch.autograd.set_detect_anomaly off"
-        )
+    if device.type != "cuda":
+        return f"device {device} has no CUDA graphs; set training.device=cuda"
+    reason = _checkpointed_dropout(model)
     if reason is None and mesh is not None:
         reason = messages_unsupported_reason(mesh)
     return reason
-
-
-def device_unsupported_reason(device: torch.device) -> str | None:
-    """Return the reason why no step on a device can be captured, or None on a GPU."""
-    if device.type == "cuda":
-        return None
-    return f"device {device} has no CUDA graphs; set training.device=cuda"
 
 
 def messages_unsupported_reason(mesh: DeviceMesh) -> str | None:

@@ -116,21 +116,11 @@ def write_config(folder: Path, config: "DictConfig", description: dict[str, Any]
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
-    """Return the config in a folder, with this version's names, or None if it has none.
-
-    Raises ValueError if the file is not a config.
-    """
+    """Return the config in a folder, with this version's names, or None if it has none."""
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
 
     path = folder / CONFIG
     if not path.is_file():
         return None
-    try:
-        config = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (YAMLError, OmegaConfBaseException, OSError) as error:
-        raise ValueError(f"{path} must be the config of a run, cannot read it: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} must be the config of a run, got {config!r}")
-    return current_config({str(key): value for key, value in config.items()})
+    config: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    return current_config(config)

@@ -119,7 +119,6 @@ class TrainingStep:
         )
         self.global_step = 0
         self._captured: CUDAGraphedStep | None = None
-        self._warned_of_shapes = False
         if is_replayed:
             self.capture(capture_cuda_graph)
 
@@ -135,16 +134,10 @@ class TrainingStep:
 
         They replace the gradients of the last call, with and without a CUDA graph.
 
-        Raises ValueError if `config.cuda_graph` is True and the batch has another shape than the
-        first one. If it is None, such a batch runs without the CUDA graph.
+        Raises ValueError for a batch of another shape than the first one, if that is captured.
         """
         self.optimizer.zero_grad()
         if self._captured is None:
-            return self._forward_backward(batch)
-        if self.config.cuda_graph is None and not self._captured.accepts(batch):
-            if not self._warned_of_shapes:
-                log.warning("batches of other shapes than the first run without the CUDA graph")
-            self._warned_of_shapes = True
             return self._forward_backward(batch)
         return self._captured(batch)
 
