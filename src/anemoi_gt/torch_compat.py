@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, overrides
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 # The fallbacks are conservative: correct for every call, at more host time. They assume that
@@ -75,13 +75,8 @@ def is_exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
-def fake_tensor_mode() -> FakeTensorMode:
-    """Return a mode in which operations make tensors without data, of modules with data too."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
 def is_fake(tensor: Tensor) -> bool:
-    """Return whether a tensor was made in a `fake_tensor_mode`."""
+    """Return whether a tensor has no data, as those of FakeTensorMode."""
     return isinstance(tensor, FakeTensor)
 
 

@@ -122,9 +122,6 @@ class ListedOperator(Protocol):
     def kernels(self, arguments: Sequence, needs: Sequence[bool]) -> tuple[list[str], list[str]]:
         """Return the kernels of a forward pass, and of a backward pass if a tensor needs one."""
 
-    def scratch_bytes(self, arguments: Sequence, *, is_backward: bool) -> int:
-        """Return the bytes that a call of `op` or `op_backward` uses while it runs."""
-
 
 OPERATORS: dict[Any, ListedOperator] = {}  # every operator, by what a dispatch mode sees
 
@@ -215,11 +212,6 @@ class Operator(ABC):
         """Return no kernels: those of PyTorch have no names that this library gives."""
         del arguments, needs
         return [], []
-
-    def scratch_bytes(self, arguments: Sequence, *, is_backward: bool) -> int:
-        """Return 0: operations of PyTorch allocate what they use."""
-        del arguments, is_backward
-        return 0
 
     def readable(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return inputs as the passes read them: contiguous."""

@@ -279,14 +279,6 @@ class ListedSums:
         sums = ((batch * (colptr.shape[0] - 1), edges.shape[1]), edges.dtype)
         return forward, _gather_plan(sums, *index, None, num_edges, batch).kernels()
 
-    def scratch_bytes(self, arguments: Sequence, *, is_backward: bool) -> int:
-        """Return the bytes of the sums of segments."""
-        if is_backward:
-            return 0
-        edges, colptr, perm, hubs, num_edges, batch = arguments
-        specs = map(_spec, (edges, colptr, perm))
-        return _sum_plan(*specs, segment_of(hubs, num_edges), num_edges, batch).scratch_bytes
-
 
 OPERATORS[edge_sums] = ListedSums()
 for _operator, _transpose in ((edge_sums, edge_gather), (edge_gather, edge_sums)):

@@ -63,16 +63,6 @@ class PlannedOperator(Operator):
         plan, _ = plans.backward_plan(tuple(needs), has_grads)
         return forward, plan.kernels()
 
-    def scratch_bytes(self, arguments: Sequence, *, is_backward: bool) -> int:
-        """Return the bytes that a call of one of the registered operators uses while it runs."""
-        _, _, options = self.split(arguments)
-        plans = self.passes(arguments[: self.num_inputs], options)
-        if not is_backward:
-            return plans.forward_plan(save=arguments[-1]).scratch_bytes
-        _, *grads, needs = arguments[self.num_arguments :]
-        plan, _ = plans.backward_plan(tuple(needs), tuple(grad is not None for grad in grads))
-        return plan.scratch_bytes
-
     @abstractmethod
     def add_forward(
         self, builder: Any, tensors: Any, constants: Any, options: Any, *, save: bool
