@@ -41,7 +41,7 @@ from anemoi_gt.nn.input_validation import (
     features_of_input,
     stored_parameter,
 )
-from anemoi_gt.nn.layer_kernels import LayerKernels, cast_for_projections, check_kernels
+from anemoi_gt.nn.layer_kernels import LayerKernels, cast_for_projections
 from anemoi_gt.nn.mlp import MLP
 from anemoi_gt.nn.norm import apply_norm
 from anemoi_gt.nn.plain import BLOCK, why_not_plain
@@ -93,8 +93,8 @@ class GraphTransformerBaseBlock(nn.Module):
     ------
     ValueError
         For a size that is not an integer or below 1, in_channels other than out_channels, heads
-        that do not divide the channels of the attention, an unknown mlp_implementation, a dropout
-        outside 0 .. 1, or incomplete layer kernels.
+        that do not divide the channels of the attention, an unknown mlp_implementation, or a
+        dropout outside 0 .. 1.
     """
 
     def __init__(
@@ -118,7 +118,6 @@ class GraphTransformerBaseBlock(nn.Module):
         width = out_channels if attn_channels is None else attn_channels
         _check_sizes(in_channels, out_channels, width, num_heads, edge_dim)
         check_probability("dropout", dropout)
-        check_kernels(layer_kernels)
         check_config(config)
         self.channels = out_channels
         self.hidden_dim = hidden_dim

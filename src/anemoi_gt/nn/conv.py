@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Sequence
-from inspect import signature
 from typing import Any, Optional
 
 import torch
@@ -113,12 +112,6 @@ class GraphTransformerConv(MessagePassing):
         config: KernelConfig = KernelConfig(),  # noqa: B008  frozen: one value for all
         **kwargs: Any,
     ):
-        unknown = [name for name in kwargs if name not in signature(MessagePassing).parameters]
-        if unknown:
-            raise TypeError(
-                f"{type(self).__name__} has no argument {unknown[0]}: backend and precision are "
-                "those of config=KernelConfig(...)"
-            )
         kwargs.setdefault("aggr", "add")
         # as in PyG's TransformerConv: messages are [E, heads, C]
         super().__init__(node_dim=0, **kwargs)

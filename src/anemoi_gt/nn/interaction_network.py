@@ -37,7 +37,7 @@ from anemoi_gt.nn.input_validation import (
     check_nodes,
     stored_parameter,
 )
-from anemoi_gt.nn.layer_kernels import LayerKernels, check_kernels
+from anemoi_gt.nn.layer_kernels import LayerKernels
 from anemoi_gt.nn.mlp import NormedMLP
 from anemoi_gt.nn.plain import (
     CONDITIONAL_NORM,
@@ -99,8 +99,7 @@ class InteractionConv(MessagePassing):
     Raises
     ------
     ValueError
-        For a size that is not an integer or below 1, an unknown mlp_implementation or sum_of, or
-        incomplete layer kernels.
+        For a size that is not an integer or below 1, or an unknown mlp_implementation or sum_of.
 
     Notes
     -----
@@ -145,7 +144,6 @@ class InteractionConv(MessagePassing):
         for channels in self.in_channels:
             check_integer("in_channels", channels)
         check_integer("edge_dim", edge_dim)
-        check_kernels(layer_kernels)
         check_config(config)
         if sum_of not in SUMMED:
             raise ValueError(f"sum_of must be one of {', '.join(SUMMED)}, got {sum_of!r}")
@@ -344,8 +342,7 @@ class InteractionBlock(nn.Module):
     Raises
     ------
     ValueError
-        For a size that is not an integer or below 1, an unknown mlp_implementation, or incomplete
-        layer kernels.
+        For a size that is not an integer or below 1, or an unknown mlp_implementation.
 
     Notes
     -----
@@ -384,7 +381,6 @@ class InteractionBlock(nn.Module):
         _, channels = both_sides(in_channels)
         check_integer("in_channels", channels)
         check_integer("edge_dim", edge_dim)
-        check_kernels(layer_kernels)
         hidden_dim = edge_dim if hidden_dim is None else hidden_dim
         # in Anemoi's order: the same seed gives the same weights
         self.node_mlp = NormedMLP(

@@ -330,19 +330,4 @@ def _by_data_set(
             raise ValueError(
                 f"{name} must name at least one data set, none of them {HIDDEN!r}, got {list(side)}"
             )
-        refused = [data_set for data_set in side if not _is_module_name(data_set)]
-        if refused:
-            raise ValueError(
-                f"{name} must have names that torch.nn.ModuleDict accepts, not empty, without a "
-                f"dot, and not an attribute such as 'train', got {refused}; rename these nodes of "
-                "the graph"
-            )
     return named["in_channels"], named["out_channels"]
-
-
-def _is_module_name(name: object) -> bool:
-    """Return whether a name can be a key of a ModuleDict, and so of the state dict."""
-    # ModuleDict keeps its modules among the attributes, and refuses a name that is one already
-    if not isinstance(name, str) or name == "" or "." in name:
-        return False
-    return not hasattr(nn.ModuleDict(), name)

@@ -7,8 +7,6 @@ ConditionalLayerNorm    (1 + scale(c)) * normal(x) + bias(c)     linear in the c
 """
 
 from collections.abc import Sequence
-from inspect import signature
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +107,7 @@ class ConditionalLayerNorm(nn.Module):
 def apply_norm(norm: nn.Module, x: Tensor, cond: Tensor | None = None) -> Tensor:
     """Norm `x`, with a condition if there is one, in chunks where PyTorch's kernel would overflow.
 
-    `norm` must treat each row of `x` [..., F] separately. Raise ValueError if it accepts no
+    `norm` must treat each row of `x` [..., F] separately. Python raises TypeError if it accepts no
     condition, or requires one.
     """
     if overflows(norm, x):
@@ -138,35 +136,4 @@ def norm_in_chunks(norm: nn.Module, x: Tensor, cond: Tensor | None, max_numel: i
 
 
 def _norm(norm: nn.Module, x: Tensor, cond: Tensor | None) -> Tensor:
-    options = {} if cond is None else {"cond": cond}
-    try:
-        return norm(x, **options)
-    except TypeError as error:
-        # asked only now: reading a signature takes longer than a small norm
-        if _accepts(norm, x, **options):
-            raise
-        kind = type(norm).__name__
-        if cond is None:
-            message = (
-                f"cond must be a tensor because norms of class {kind} require a condition, got None"
-            )
-            raise ValueError(message) from error
-        got = tuple(cond.shape) if isinstance(cond, Tensor) else type(cond).__name__
-        raise ValueError(
-            f"cond must be None because norms of class {kind} take no condition, got {got}; make "
-            "conditional norms with LayerKernels(LayerNorm=partial(ConditionalLayerNorm, "
-            "condition_shape=...))"
-        ) from error
-
-
-def _accepts(module: nn.Module, *inputs: Any, **options: Any) -> bool:
-    """Return whether a module accepts these inputs; True if it has no signature (scripted)."""
-    try:
-        call = signature(module.forward)
-    except (TypeError, ValueError):
-        return True
-    try:
-        call.bind(*inputs, **options)
-    except TypeError:
-        return False
-    return True
+    return norm(x) if cond is None else norm(x, cond=cond)
