@@ -23,7 +23,6 @@ from anemoi_gt.integrations.anemoi import (
     edge_lists,
     graph_networks,
     mappers,
-    models,
     report,
     sharding,
     transformer_attention,
@@ -102,9 +101,8 @@ PATCHES = {
     (MAPPER[:1], "checkpoint"): torchs_checkpoint,
     (PROCESSOR[:1], "checkpoint"): torchs_checkpoint,
     (PROVIDER[:1], "checkpoint"): torchs_checkpoint,
-    (INTERFACE, "_build_model"): models.build_model,
-    (INTERFACE, "_update_metadata"): models.update_metadata,
-    (MODEL, "_assert_valid_sharding"): models.assert_valid_sharding,
+    (INTERFACE, "_update_metadata"): report.update_metadata,
+    (MODEL, "_assert_valid_sharding"): report.assert_valid_sharding,
     (MODEL, "_assemble_output"): assemble_output.assemble_output,
     (ENSEMBLE, "_assemble_output"): assemble_output.assemble_ensemble_output,
 }
@@ -351,8 +349,8 @@ def swap_layers(
     Parameters
     ----------
     model : torch.nn.Module
-        Returned unchanged: its blocks are only registered. A copy or an unpickled model must be
-        swapped again.
+        Returned unchanged: its blocks are only registered. A copy, or an unpickled or rebuilt
+        model, must be swapped again.
     backend, precision, fusion, sharding, keep_hidden, replay
         As for `install`, over which they take precedence.
 
