@@ -16,7 +16,6 @@ from anemoi_gt.ops.tensors import (
     AttentionOperands,
     CallSizes,
     EdgeAttentionOptions,
-    Needs,
     Operand,
 )
 from anemoi_gt.ops.tree import leaves
@@ -189,7 +188,7 @@ class EdgeAttention(PlannedOperator):
             builder.compute(_zero, grad_out)
         kept_buffers = kept_of(kept_layout(tensors, constants.graph).buffers(kept))
         call = _attention_call(builder, tensors, constants, options)
-        return gradients(call, kept_buffers, grad_out, grad_lse, Needs._make(needs))
+        return gradients(call, kept_buffers, grad_out, grad_lse, needs)
 
 
 def kept_layout(operands: AttentionOperands[Operand], index: IndexTensors[Operand]) -> MemoryLayout:
