@@ -1,7 +1,7 @@
 """`swap_layers`, for a model with layers of Anemoi, of PyG, or of both."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -43,8 +43,8 @@ def swap_layers(
     ------
     ValueError
         For a model without such a layer, or that is itself a `TransformerConv`; for an option of
-        layers that it does not have, or another value; for a layer of PyG that a named backend does
-        not support. Nothing is swapped then.
+        layers that it does not have, or another value. Nothing is swapped then. For a layer of PyG
+        that a named backend does not support: no layer of PyG is swapped then.
     ImportError
         As for `anemoi_gt.install`.
 
@@ -78,19 +78,6 @@ def swap_layers(
             "fusion, sharding and keep_hidden must be left out without blocks of Anemoi, got "
             f"fusion={fusion!r}, sharding={sharding!r} and keep_hidden={keep_hidden!r} for {kind}"
         )
-    # PyG's layers are checked first and replaced last, when nothing can be refused any more
-    replace: Callable[[], None] | None = None
-    if is_of_pyg:
-        from anemoi_gt.integrations import pyg
-
-        replace = pyg.prepare_swap(
-            model,
-            backend,
-            precision,
-            replay=replay,
-            stable_sort=stable_sort,
-            subclasses=subclasses,
-        )
     if is_of_anemoi:
         from anemoi_gt.integrations.anemoi import installation
 
@@ -103,8 +90,17 @@ def swap_layers(
             keep_hidden=keep_hidden,
             replay=replay,
         )
-    if replace is not None:
-        replace()
+    if is_of_pyg:
+        from anemoi_gt.integrations import pyg
+
+        pyg.swap_layers(
+            model,
+            backend,
+            precision,
+            replay=replay,
+            stable_sort=stable_sort,
+            subclasses=subclasses,
+        )
     return model
 
 
