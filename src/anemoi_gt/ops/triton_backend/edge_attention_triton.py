@@ -19,6 +19,7 @@ from anemoi_gt.ops.tensors import (
     Operand,
 )
 from anemoi_gt.ops.tree import leaves
+from anemoi_gt.ops.triton_backend.packing import zero
 from anemoi_gt.ops.triton_backend.plan import Buffer, MemoryLayout, PlanBuilder
 from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator
 from anemoi_gt.ops.triton_backend.sizes import Constants, IndexTensors, sizes_of
@@ -185,7 +186,7 @@ class EdgeAttention(PlannedOperator):
         grad_out, grad_lse = grads
         if grad_out is None:
             grad_out = builder.empty_like(tensors.query)
-            builder.compute(_zero, grad_out)
+            builder.compute(zero, grad_out)
         kept_buffers = kept_of(kept_layout(tensors, constants.graph).buffers(kept))
         call = _attention_call(builder, tensors, constants, options)
         return gradients(call, kept_buffers, grad_out, grad_lse, needs)
@@ -227,10 +228,6 @@ def kept_of(kept: dict[str, Buffer]) -> Any:
     from anemoi_gt.ops.triton_backend.attention_steps import Kept
 
     return Kept(kept["inv_denominator"], kept["exp_scores"], kept.get("projected"))
-
-
-def _zero(out: Tensor) -> None:
-    out.zero_()
 
 
 edge_attention_triton = EdgeAttention()
