@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from anemoi_gt.integrations import pyg
+
 
 def swap_layers(
     model: nn.Module,
@@ -60,7 +62,8 @@ def swap_layers(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
-    is_of_pyg, is_of_anemoi = _has_layers_of_pyg(model), _has_blocks_of_anemoi(model)
+    is_of_pyg = any(isinstance(module, pyg.KINDS) for module in model.modules())
+    is_of_anemoi = _has_blocks_of_anemoi(model)
     kind = type(model).__name__
     if not is_of_pyg and not is_of_anemoi:
         raise ValueError(
@@ -91,8 +94,6 @@ def swap_layers(
             replay=replay,
         )
     if is_of_pyg:
-        from anemoi_gt.integrations import pyg
-
         pyg.swap_layers(
             model,
             backend,
@@ -104,16 +105,8 @@ def swap_layers(
     return model
 
 
-def _has_layers_of_pyg(model: nn.Module) -> bool:
-    # nothing in a process that did not import PyG is a layer of it
-    if "torch_geometric" not in sys.modules:
-        return False
-    from anemoi_gt.integrations import pyg
-
-    return any(isinstance(module, pyg.KINDS) for module in model.modules())
-
-
 def _has_blocks_of_anemoi(model: nn.Module) -> bool:
+    # nothing in a process that did not import anemoi-models is a block of it
     if "anemoi.models.layers.block" not in sys.modules:
         return False
     from anemoi_gt.integrations.anemoi import installation
