@@ -50,7 +50,7 @@ from anemoi_gt.graph.checks import (
     max_degree,
 )
 from anemoi_gt.graph.grouping import GroupedEdges, group_coo, group_edges, pointers
-from anemoi_gt.torch_compat import assert_async, is_exporting
+from anemoi_gt.torch_compat import is_exporting
 
 
 class ReverseIndex(NamedTuple):
@@ -266,10 +266,10 @@ class GraphStructure:
             edge_index = edge_index.as_tensor()
         check_edge_index(edge_index)
         dtype = _index_dtype(num_src, num_dst, edge_index.shape[1])
+        validate = validate and not torch.compiler.is_compiling()  # which cannot read values
         check = check_range if validate else assert_range
         check_ends(edge_index, num_src, num_dst, check=check)
-        is_readable = validate and not torch.compiler.is_compiling()
-        if is_readable and bool((edge_index[1, 1:] >= edge_index[1, :-1]).all()):
+        if validate and bool((edge_index[1, 1:] >= edge_index[1, :-1]).all()):
             colptr = pointers(edge_index[1].to(dtype), num_dst)
             groups = GroupedEdges(colptr, None, _copy(edge_index[0], dtype))
         else:
@@ -337,6 +337,7 @@ class GraphStructure:
             torch.empty(num_src, 0, device=colptr.device),
             perm=perm,
         )
+        validate = validate and not torch.compiler.is_compiling()  # which cannot read values
         if validate:
             graph.validate()
         else:
@@ -512,7 +513,7 @@ class GraphStructure:
         return tree_map(lambda tensor: tensor.to(device, non_blocking=non_blocking), self)
 
     def validate(self) -> "GraphStructure":
-        """Check every value and return this structure; synchronises with the device.
+        """Check every value and return this structure; in eager code, synchronises with the device.
 
         Raises
         ------
@@ -523,11 +524,8 @@ class GraphStructure:
         """
         check_pointers("colptr", self.colptr, self.num_edges)
         check_range("row", self.row, self.num_src)
-        is_readable = not torch.compiler.is_compiling()
-        if (
-            is_readable
-            and self.fixed_in_degree is not None
-            and not self._has_fixed_in_degree(max_degree(self.colptr))
+        if self.fixed_in_degree is not None and not self._has_fixed_in_degree(
+            max_degree(self.colptr)
         ):
             raise ValueError(
                 "fixed_in_degree must be the in-degree of every destination, got "
@@ -544,10 +542,11 @@ class GraphStructure:
             src = self._arange(self.num_src).repeat_interleave(degrees, output_size=self.num_edges)
             position = reverse.csr_to_csc.long()
             same = self.row[position].eq(src).all() & self.dst[position].eq(reverse.col).all()
-            if not is_readable:
-                assert_async(same, DIFFERENT_REVERSE)
-            elif not bool(same):
-                raise ValueError(DIFFERENT_REVERSE)
+            if not bool(same):
+                raise ValueError(
+                    "rowptr, col must hold the edges of colptr, row: leave them out and call "
+                    "with_reverse()"
+                )
         return self
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -573,7 +572,7 @@ class GraphStructure:
 
     def _with_degrees(self, *, is_known: bool) -> "GraphStructure":
         """Return this structure with fixed in-degree and hubs; synchronises if values are known."""
-        if not is_known or torch.compiler.is_compiling():
+        if not is_known:
             return replace(self, dst_hubs=self._hubs(), src_hubs=self._hubs())
         max_in_degree = max_degree(self.colptr)
         fixed_in_degree = dst_hubs = src_hubs = None
@@ -601,9 +600,6 @@ class GraphStructure:
 
 
 HUBS = ("dst_hubs", "src_hubs")
-DIFFERENT_REVERSE = (
-    "rowptr, col must hold the edges of colptr, row: leave them out and call with_reverse()"
-)
 FIELDS = tuple(field.name for field in fields(GraphStructure))
 
 
