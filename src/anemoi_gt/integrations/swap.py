@@ -111,4 +111,4 @@ def _has_blocks_of_anemoi(model: nn.Module) -> bool:
         return False
     from anemoi_gt.integrations.anemoi import installation
 
-    return installation.has_blocks(model)
+    return bool(installation.blocks_in(model))

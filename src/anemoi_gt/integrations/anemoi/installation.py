@@ -374,8 +374,8 @@ def swap_layers(
     return model
 
 
-def has_blocks(model: nn.Module) -> bool:
-    """Return whether a model has a block of a graph transformer, graph network or transformer."""
+def blocks_in(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of graph transformers, graph networks and transformers in a model."""
     paths = (
         BLOCK,
         GRAPH_NETWORK_BLOCK,
@@ -384,22 +384,18 @@ def has_blocks(model: nn.Module) -> bool:
         TRANSFORMER_MAPPER_BLOCK,
     )
     kinds = tuple(find(*path) for path in paths)
-    return any(isinstance(module, kinds) for module in model.modules())
+    return [module for module in model.modules() if isinstance(module, kinds)]
 
 
-def count_blocks(model: nn.Module) -> tuple[int, int]:
-    """Return the number of graph-transformer and of graph-network blocks of a model.
-
-    Raise ValueError if there is none, and no block of a transformer.
-    """
-    if not has_blocks(model):
+def count_blocks(model: nn.Module) -> int:
+    """Return the number of `blocks_in` a model. Raise ValueError if there is none."""
+    number = len(blocks_in(model))
+    if number == 0:
         raise ValueError(
             "model must have a block of Anemoi's graph transformers, graph networks or "
             f"transformers, got {type(model).__name__} without one"
         )
-    kinds = find(*BLOCK), (find(*GRAPH_NETWORK_BLOCK), find(*GRAPH_NETWORK_MAPPER_BLOCK))
-    numbers = [sum(isinstance(module, kind) for module in model.modules()) for kind in kinds]
-    return numbers[0], numbers[1]
+    return number
 
 
 def graph_transformer_processor(**options: Any) -> nn.Module:
