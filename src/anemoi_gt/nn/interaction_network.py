@@ -243,7 +243,6 @@ class InteractionConv(MessagePassing):
                 out_dtype = modules.computation.gemm_dtype
                 if not of_edges:
                     out_dtype = torch.promote_types(edges.dtype, out_dtype)
-                _check_condition(modules, cond, edges)
                 batch = x_dst.shape[0] if x_dst.dim() == 3 else 1
                 summed, sums = update_edges(
                     modules,
@@ -466,7 +465,6 @@ def apply_mlp(
             if others is None:
                 return _mapped(mlp, rows, cond)
             return rows + _mapped(mlp, torch.cat([rows, others], dim=-1), cond)
-        _check_condition(modules, cond, rows)
         return network(modules, rows, cond, more=others, residual=others is not None)
 
 
@@ -536,25 +534,6 @@ def _network_of(
         if modules.kind is not RefusalKind.NOT_FASTER:
             _warn_of_modules(type(layer).__name__, modules.text)
     return modules
-
-
-def _check_condition(modules: NetworkModules, cond: Tensor | None, rows: Tensor) -> None:
-    """Raise ValueError unless a condition, if any, has a row for each of `rows`, or one."""
-    if cond is None:
-        return
-    features = modules.network.norm.scale_map.weight.shape[1]
-    number, batch = rows.shape[-2], rows.shape[:-2]
-    check_shape(
-        "cond",
-        cond,
-        f"[{number} or 1, {features}], or with the batch {tuple(batch)}",
-        lambda c: (
-            c.dim() in (2, 3)
-            and c.shape[-1] == features
-            and c.shape[-2] in (1, number)
-            and c.shape[:-2] in ((), (1,), batch)
-        ),
-    )
 
 
 @constant_when_traced
