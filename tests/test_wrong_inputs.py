@@ -457,14 +457,6 @@ def test_a_layer_names_wrong_arguments(wrong, message):
     ),
     (lambda: mixing()(X, SQUARE, None), r"edge_attr must be a tensor \[E, 3\] .*, got NoneType"),
     (lambda: mixing()(X, SQUARE, X), r"edge_attr must have shape \[E, 3\] .*, got \(3, 16\)"),
-    (
-        lambda: mixing()(X, SQUARE, ATTRIBUTES.long()),
-        "edge_attr must be floating point, got torch.int64",
-    ),
-    (
-        lambda: mixing()(X, SQUARE, ATTRIBUTES.double()),
-        "edge_attr must have the dtype of the weights, .*float64",
-    ),
     (lambda: block()(X.int(), SQUARE, ATTRIBUTES), "x must be floating point, got torch.int32"),
     (lambda: NORM(X, torch.ones(1, 5)), r"cond must have shape \[..., 3 or 1, 4\], got \(1, 5\)"),
     (lambda: NORM(X, torch.ones(2, 4)), r"cond must have shape \[..., 3 or 1, 4\], got \(2, 4\)"),

@@ -33,7 +33,6 @@ from anemoi_gt.nn.input_validation import (
     check_attributes,
     check_batch,
     check_conditions,
-    check_dtype,
     check_features,
     check_nodes,
     check_sides,
@@ -216,8 +215,6 @@ class GraphTransformerBaseBlock(nn.Module):
             check_structure(graph)
         if not isinstance(modules.attention, Refusal):
             check_edges(modules.attention, x[1], structure, edge_attr)
-            if len(self.edge_pre_mlp):
-                check_dtype("edge_attr", edge_attr, like=modules.attention.edge.weight)
 
         def attend() -> Tensor:
             return x[1] + self.attend(*self.normed_sides(x, cond), graph, edge_attr)
@@ -266,8 +263,6 @@ class GraphTransformerBaseBlock(nn.Module):
         None.
         """
         check_attributes(edge_attr, features_of_input(self.lin_edge))
-        if len(self.edge_pre_mlp):
-            check_dtype("edge_attr", edge_attr, like=stored_parameter(self.lin_edge))
         edge_attr = self.edge_pre_mlp(edge_attr)
         embedding = linear_parameters(self.lin_edge, "lin_edge")
         if isinstance(embedding, Refusal):
