@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from anemoi_gt.graph.checks import check_shape
-from anemoi_gt.nn.input_validation import check_dtype, stored_parameter
 from anemoi_gt.option_checks import check_integer
 
 # PyTorch's layer norm for CUDA addresses inputs with this many elements in 32 bits and silently
@@ -77,12 +76,9 @@ class ConditionalLayerNorm(nn.Module):
         """Normalise `x` [..., N, normalized_shape] with `cond` [..., N or 1, condition_shape].
 
         Their batch dimensions broadcast; a batch dimension of the condition only is one of the
-        result. Raise ValueError when features or condition have the wrong shape or dtype.
+        result. Raise ValueError when the condition has the wrong shape.
         """
-        channels, features = self.scale.out_features, self.scale.in_features
-        check_shape(
-            "x", x, f"[..., N, {channels}]", lambda x: x.dim() >= 2 and x.shape[-1] == channels
-        )
+        features = self.scale.in_features
         rows = x.shape[-2]
         wanted = f"[..., {rows} or 1, {features}]"
         check_shape(
@@ -99,7 +95,6 @@ class ConditionalLayerNorm(nn.Module):
                 f"cond must have the batch of x {tuple(x.shape)}, a batch of 1, or none, got "
                 f"{tuple(cond.shape)}"
             )
-        check_dtype("cond", cond, like=stored_parameter(self.scale))
         # autocast runs layer norms in float32 on a GPU, and the block would go on in it
         return ((1 + self.scale(cond)) * self.norm(x) + self.bias(cond)).type_as(x)
 
