@@ -1,7 +1,7 @@
 """Wrong types, missing parts and odd sizes at the public entry points: none is accepted silently.
 
-None ends in an error of another package either. What a package refuses by its own rules is tested
-with it.
+What Python, PyTorch or PyG answers with a clear error of its own is left to them. What a package
+refuses by its own rules is tested with it.
 """
 
 import math
@@ -153,12 +153,7 @@ def spoiled(**fields):
     ),
     *options(attend, "be a KernelConfig", config=None),
     *options(partial(attention_weights, QUERY, KEY, GRAPH), "be a", config="torch", scale="1"),
-    (lambda: merge(QUERY, None, QUERY, LSE), "lse1 must be a tensor, got NoneType"),
     (lambda: merge(QUERY.int(), LSE, QUERY, LSE), "out1 must be floating point, got torch.int32"),
-    (
-        lambda: merge(QUERY, LSE, QUERY.to("meta"), LSE),
-        "must be on one device, got out2 on meta and out1 on cpu",
-    ),
 )
 def test_the_operation_names_wrong_arguments(wrong, message):
     raises(wrong, message)
@@ -182,24 +177,8 @@ def test_the_operation_names_wrong_arguments(wrong, message):
         "adj_t must be a torch.sparse tensor .*, got ndarray",
     ),
     (
-        lambda: GraphStructure.disjoint(GRAPH),
-        "disjoint must get a sequence of GraphStructures, got GraphStructure",
-    ),
-    (
-        lambda: GraphStructure.disjoint([EDGES]),
-        "disjoint must get a sequence of GraphStructures, got Tensor",
-    ),
-    (
         lambda: LocalExchange(QUERY, is_prepared=True).wait(),
         "prepared rows must be awaited by wait_halo",
-    ),
-    (
-        lambda: GraphStructure.from_state(None),
-        "state must be a dict of tensors from state_dict.., got NoneType",
-    ),
-    (
-        lambda: GraphStructure.from_state({"row": EDGES[0]}),
-        "state must hold .*, got no colptr, sources",
     ),
     (
         lambda: GraphStructure(GRAPH.colptr, GRAPH.row, 4),
@@ -355,10 +334,6 @@ def test_numpy_numbers_and_unbounded_integers_are_allowed():
     (lambda: GraphTransformerConv((6, 6, 6), 8), "in_channels must be an integer or a pair"),
     (lambda: CONV(None, RING), r"x_src must be a tensor .*, got NoneType"),
     (lambda: CONV(X.long(), RING), "x_src must be floating point, got torch.int64; cast it"),
-    (
-        lambda: CONV(X.double(), RING),
-        "x_src must have the dtype of the weights, .*float32, got .*float64",
-    ),
     *(
         (lambda n=n: CONV(X, RING + n), f"source .* in 0 .. 2, .* got values from {n} to {n + 2}")
         for n in (1, -1)
@@ -436,18 +411,6 @@ def test_a_layer_names_wrong_arguments(wrong, message):
     *options(
         block, "be a", num_heads=2.0, edge_dim=None, hidden_dim="32", dropout="x", config=None
     ),
-    (
-        lambda: block(layer_kernels={}),
-        "layer_kernels must have the attributes Linear, .*, got dict without Linear",
-    ),
-    (
-        lambda: block(layer_kernels=LayerKernels(Activation=torch.nn.GELU())),
-        "layer_kernels.Activation must be a class, .* such as torch.nn.GELU, got GELU",
-    ),
-    (
-        lambda: block(layer_kernels=LayerKernels(LayerNorm="LayerNorm")),
-        "layer_kernels.LayerNorm .* got 'LayerNorm'",
-    ),
     *(
         (lambda layer=layer: layer(NARROW, SQUARE, ATTRIBUTES), WIDTH.format("x\\w*"))
         for layer in ONE_SET
@@ -477,27 +440,13 @@ def test_a_layer_names_wrong_arguments(wrong, message):
     ),
     (lambda: mixing()(X, SQUARE, None), r"edge_attr must be a tensor \[E, 3\] .*, got NoneType"),
     (lambda: mixing()(X, SQUARE, X), r"edge_attr must have shape \[E, 3\] .*, got \(3, 16\)"),
-    (
-        lambda: mixing()(X, SQUARE, ATTRIBUTES.long()),
-        "edge_attr must be floating point, got torch.int64",
-    ),
-    (
-        lambda: mixing()(X, SQUARE, ATTRIBUTES.double()),
-        "edge_attr must have the dtype of the weights, .*float64",
-    ),
     (lambda: block()(X.int(), SQUARE, ATTRIBUTES), "x must be floating point, got torch.int32"),
-    (lambda: block()(X, SQUARE, ATTRIBUTES, cond="c"), "cond must be None .* got str"),
     (lambda: NORM(X, torch.ones(1, 5)), r"cond must have shape \[..., 3 or 1, 4\], got \(1, 5\)"),
     (lambda: NORM(X, torch.ones(2, 4)), r"cond must have shape \[..., 3 or 1, 4\], got \(2, 4\)"),
     (
         lambda: NORM(X.expand(2, 3, 16), torch.ones(3, 1, 4)),
         r"cond must have the batch of x .*, got \(3, 1, 4\)",
     ),
-    (
-        lambda: NORM(X, ONE.double()),
-        "cond must have the dtype of the weights, .*float32, got .*float64",
-    ),
-    (lambda: NORM(X.T, ONE), r"x must have shape \[..., N, 16\], got \(16, 3\)"),
     (lambda: ConditionalLayerNorm("16"), "normalized_shape must be an integer, got '16'"),
     (lambda: ConditionalLayerNorm(16, 0), "condition_shape must be at least 1, got 0"),
     (
@@ -532,10 +481,6 @@ def test_a_layer_names_wrong_arguments(wrong, message):
         lambda: mapped(CHUNKS, ATTRIBUTES.numpy()),
         "edge_attr must be a tensor of 3 rows, .* whole graph, got ndarray",
     ),
-    (
-        lambda: mapped(CHUNKS, ATTRIBUTES, CONDITIONAL, cond=(None, ONE)),
-        "cond must be a tensor .* got None",
-    ),
     (lambda: StaticNodes(np.zeros((3, 2))), r"positions must be a tensor \[N, 2\], .* got ndarray"),
     (lambda: StaticEdges(RING, None, 3), r"edge_attr must be a tensor \[3, D\], .*, got NoneType"),
     (lambda: split_destinations(RING, 1), "graph must be a GraphStructure, got Tensor"),
@@ -568,20 +513,12 @@ def test_a_part_of_a_model_names_wrong_arguments(wrong, message):
     (lambda: model(mapper_chunks="2"), "num_chunks must be an integer, got '2'"),
     (lambda: model()(FIELDS.long()), "x must be floating point, got torch.int64"),
     (
-        lambda: model()(FIELDS.double()),
-        "x must have the dtype of the weights, .*float32, got .*float64",
-    ),
-    (
         lambda: model(graph=spoiled(edge_length=LENGTH * math.nan)),
         "edge_attr must be finite, got NaN or infinity",
     ),
     (
         lambda: model(graph=spoiled(edge_index=TURNED)),
-        r"edge_index of edges .* shape \[2, E\], .* got \(\d+, 2\)",
-    ),
-    (
-        lambda: model(graph=spoiled(edge_length=[1.0])),
-        "edge_length of edges .* must be a tensor .*, got list",
+        r"edge_index must have shape \[2, E\] .*, got \(\d+, 2\)",
     ),
     (lambda: model()([1.0]), r"x must be a tensor \[B, 208, 2\], got list"),
     (lambda: export_model(None, FIELDS, 1), "model must be a torch.nn.Module, got NoneType"),

@@ -39,11 +39,11 @@ def register(name: str, function: Callable) -> torch._ops.OpOverload:
     return getattr(torch.ops.anemoi_gt, name).default
 
 
-def on_device(tensor: Tensor) -> AbstractContextManager:
-    """Return a context in which the device of `tensor` is current."""
-    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+def on_device(device: torch.device) -> AbstractContextManager:
+    """Return a context in which a device is current."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
-    return torch.cuda.device(tensor.get_device())
+    return torch.cuda.device(device)
 
 
 _PLAIN = frozenset(

@@ -296,16 +296,11 @@ CSC_ENDS = "colptr must start at 0 and end at the number of edges 3, got "
         ADJACENCY + r"\(2, 3, 3\) with 2 sparse",
     ),
     (disjoint, "at least one graph"),
-    (lambda: disjoint(GRAPH, GRAPH.to("meta")), "graphs must be on one device"),
     (
         lambda: disjoint(changed(global_edge_id=torch.arange(4))),
         "graphs must be whole, got .* global_edge_id",
     ),
     (lambda: GRAPH.to(torch.float16), "device must be a device, got torch.float16"),
-    (
-        lambda: GraphStructure.from_state({"rows": EXAMPLE}),
-        r"only fields of a GraphStructure, got also \['rows'\]",
-    ),
     (lambda: changed(perm=ints(0, 0, 0)), "perm must have 4 entries, got 3"),
     (
         lambda: changed(perm=torch.zeros(4).long()),

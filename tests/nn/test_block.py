@@ -108,31 +108,12 @@ def test_conditional_norms_without_a_condition_are_refused(kind):
     block = make_block(
         kind, layer_kernels=LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=2))
     )
-    with pytest.raises(
-        ValueError,
-        match="cond must be a tensor .* ConditionalLayerNorm require a condition, got None",
-    ):
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'cond'"):
         run(block, draw(8, CHANNELS), *make_edges(8, 8))
 
 
 @every_kind
 def test_a_condition_for_unconditional_norms_raises(kind):
     cond = draw(8, 2) if kind == "processor" else (draw(8, 2), draw(8, 2))
-    with pytest.raises(
-        ValueError,
-        match=r"cond must be None .* class LayerNorm take no condition, got \(8, 2\); make",
-    ):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'cond'"):
         run(make_block(kind), draw(8, CHANNELS), *make_edges(8, 8), cond=cond)
-
-
-def test_an_error_within_a_norm_is_not_rewritten():
-    class Norm(torch.nn.LayerNorm):
-        def forward(self, x):
-            return super().forward(x) + None
-
-    with pytest.raises(TypeError, match="unsupported operand"):
-        run(
-            make_block("processor", layer_kernels=LayerKernels(LayerNorm=Norm)),
-            draw(8, CHANNELS),
-            *make_edges(8, 8),
-        )

@@ -192,10 +192,3 @@ def test_a_pyg_batch_of_different_graphs_matches_its_graphs():
     sorted_once = GraphStructure.from_edge_index(batch.edge_index, 23)
     assert torch.equal(from_structure, conv(batch.x, sorted_once, batch.edge_attr))
     assert_same(from_structure, out)
-
-
-def test_an_unknown_argument_names_the_config():
-    with pytest.raises(
-        TypeError, match=r"GraphTransformerConv has no argument precision: .*config=Ker"
-    ):
-        GraphTransformerConv(4, 8, precision="bf16")

@@ -1,7 +1,5 @@
 """EncoderProcessorDecoder with several data sets: fields in and out of each, on grids of their own."""
 
-import re
-
 import pytest
 import torch
 from support.differentiate import differentiate, randomise
@@ -134,18 +132,6 @@ def test_data_set_without_edges_to_the_mesh_is_refused():
 )
 def test_wrong_residual_is_refused(graph, wrong, message):
     raises(lambda: make_model(graph, residual=wrong), message)
-
-
-@pytest.mark.parametrize("name", ("train", "values", "era5.uk", "", 5))
-@pytest.mark.parametrize("side", ("in_channels", "out_channels"))
-def test_a_name_that_a_module_cannot_have_is_refused(graph, side, name):
-    channels = {"in_channels": {"region": 4}, "out_channels": {"region": 2}} | {
-        side: {"region": 2, name: 2}
-    }
-    message = (
-        f"{side} must have names that torch.nn.ModuleDict accepts, .* got .{re.escape(repr(name))}"
-    )
-    raises(lambda: make_model(graph, **channels), message)
 
 
 @refused(

@@ -328,14 +328,6 @@ def test_a_subclass_of_a_block_that_overrides_nothing_is_plain():
     assert why_not_plain(("", block, (rule.BLOCK,))) is None
 
 
-def test_a_lazy_linear_map_is_as_plain_as_another():
-    lazy = TransformerConv(-1, 4, edge_dim=-1).lin_edge
-    assert lazy._forward_pre_hooks
-    assert why_not_plain(("lin_edge", lazy, (rule.PYG_LINEAR,))) is None
-    lazy.register_forward_pre_hook(lambda *_: None)
-    assert why_not_plain(("lin_edge", lazy, (rule.PYG_LINEAR,))).kind is TRANSIENT
-
-
 @pytest.mark.compiled
 def test_the_rule_is_traced_without_graph_breaks():
     torch.compiler.reset()

@@ -94,7 +94,7 @@ def group_edges_unordered(
     count, place = _launches(num_edges, num_dst, None)
     perm, row, rank = (edge_index.new_empty(num_edges, dtype=dtype) for _ in range(3))
     ranks = {"rank_dst": rank, "rank_src": None}
-    with on_device(edge_index):
+    with on_device(edge_index.device):
         degrees = edge_index.new_zeros(1 + num_dst, dtype=dtype)
         count(edge_index=edge_index, degrees=degrees, **ranks)
         colptr = degrees.cumsum(0, dtype=dtype)
@@ -122,7 +122,7 @@ def group_both_ends_unordered(
     count_dtype = _count_dtype(num_edges)
     rank_dst, rank_src = (edge_index.new_empty(num_edges, dtype=count_dtype) for _ in range(2))
     ranks = {"rank_dst": rank_dst, "rank_src": rank_src}
-    with on_device(edge_index):
+    with on_device(edge_index.device):
         degrees = edge_index.new_zeros(1 + num_dst + num_src, dtype=count_dtype)
         count(edge_index=edge_index, degrees=degrees, **ranks)
         begin = degrees.cumsum(0, dtype=count_dtype)

@@ -21,7 +21,7 @@ become a constant of the program. A structure is a pytree node whose leaves are 
 """
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -50,7 +50,7 @@ from anemoi_gt.graph.checks import (
     max_degree,
 )
 from anemoi_gt.graph.grouping import GroupedEdges, group_coo, group_edges, pointers
-from anemoi_gt.torch_compat import assert_async, is_exporting
+from anemoi_gt.torch_compat import is_exporting
 
 
 class ReverseIndex(NamedTuple):
@@ -266,10 +266,10 @@ class GraphStructure:
             edge_index = edge_index.as_tensor()
         check_edge_index(edge_index)
         dtype = _index_dtype(num_src, num_dst, edge_index.shape[1])
+        validate = validate and not torch.compiler.is_compiling()  # which cannot read values
         check = check_range if validate else assert_range
         check_ends(edge_index, num_src, num_dst, check=check)
-        is_readable = validate and not torch.compiler.is_compiling()
-        if is_readable and bool((edge_index[1, 1:] >= edge_index[1, :-1]).all()):
+        if validate and bool((edge_index[1, 1:] >= edge_index[1, :-1]).all()):
             colptr = pointers(edge_index[1].to(dtype), num_dst)
             groups = GroupedEdges(colptr, None, _copy(edge_index[0], dtype))
         else:
@@ -337,6 +337,7 @@ class GraphStructure:
             torch.empty(num_src, 0, device=colptr.device),
             perm=perm,
         )
+        validate = validate and not torch.compiler.is_compiling()  # which cannot read values
         if validate:
             graph.validate()
         else:
@@ -427,10 +428,11 @@ class GraphStructure:
         Raises
         ------
         ValueError
-            If the sequence is empty, the graphs are on several devices, or one is a shard or chunk
-            of a graph (has `global_edge_id`).
+            If the sequence is empty, or a graph is a shard or chunk (has `global_edge_id`).
         """
-        graphs = cls._as_graphs(graphs)
+        graphs = tuple(graphs)
+        if not graphs:
+            raise ValueError("disjoint must get at least one graph, got none")
         if any(graph.global_edge_id is not None for graph in graphs):
             raise ValueError(
                 "graphs must be whole, got one with global_edge_id: merge its shards or chunks "
@@ -464,24 +466,6 @@ class GraphStructure:
         if len(degrees) == 1:
             joined["fixed_in_degree"] = graphs[0].fixed_in_degree
         return cls(**joined, sources=torch.empty(src_begin[-1], 0, device=graphs[0].device))
-
-    @staticmethod
-    def _as_graphs(graphs: object) -> tuple["GraphStructure", ...]:
-        """Return the graphs of `disjoint` as a tuple. Raise ValueError if they cannot be joined."""
-        items = tuple(graphs) if isinstance(graphs, Iterable) else (graphs,)
-        are_structures = all(isinstance(item, GraphStructure) for item in items)
-        if not isinstance(graphs, Iterable) or not are_structures:
-            kinds = sorted({type(item).__name__ for item in items})
-            raise ValueError(
-                f"disjoint must get a sequence of GraphStructures, got {', '.join(kinds)}"
-            )
-        if not items:
-            raise ValueError("disjoint must get at least one graph, got none")
-        if len({graph.device for graph in items}) > 1:
-            raise ValueError(
-                f"graphs must be on one device, got {[str(graph.device) for graph in items]}"
-            )
-        return items
 
     def with_reverse(self, *, stable: bool = True) -> "GraphStructure":
         """Return this structure with its reverse (CSR) structure, for key and value gradients.
@@ -529,7 +513,7 @@ class GraphStructure:
         return tree_map(lambda tensor: tensor.to(device, non_blocking=non_blocking), self)
 
     def validate(self) -> "GraphStructure":
-        """Check every value and return this structure; synchronises with the device.
+        """Check every value and return this structure; in eager code, synchronises with the device.
 
         Raises
         ------
@@ -540,11 +524,8 @@ class GraphStructure:
         """
         check_pointers("colptr", self.colptr, self.num_edges)
         check_range("row", self.row, self.num_src)
-        is_readable = not torch.compiler.is_compiling()
-        if (
-            is_readable
-            and self.fixed_in_degree is not None
-            and not self._has_fixed_in_degree(max_degree(self.colptr))
+        if self.fixed_in_degree is not None and not self._has_fixed_in_degree(
+            max_degree(self.colptr)
         ):
             raise ValueError(
                 "fixed_in_degree must be the in-degree of every destination, got "
@@ -561,10 +542,11 @@ class GraphStructure:
             src = self._arange(self.num_src).repeat_interleave(degrees, output_size=self.num_edges)
             position = reverse.csr_to_csc.long()
             same = self.row[position].eq(src).all() & self.dst[position].eq(reverse.col).all()
-            if not is_readable:
-                assert_async(same, DIFFERENT_REVERSE)
-            elif not bool(same):
-                raise ValueError(DIFFERENT_REVERSE)
+            if not bool(same):
+                raise ValueError(
+                    "rowptr, col must hold the edges of colptr, row: leave them out and call "
+                    "with_reverse()"
+                )
         return self
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -575,23 +557,9 @@ class GraphStructure:
     def from_state(cls, state: dict[str, Tensor]) -> "GraphStructure":
         """Build a structure from the tensors of `state_dict()`, checking metadata only.
 
-        Raise ValueError for unknown or missing fields, or inconsistent tensors.
+        Raise ValueError for inconsistent tensors.
         """
-        if not isinstance(state, Mapping):
-            raise ValueError(
-                f"state must be a dict of tensors from state_dict(), got {type(state).__name__}"
-            )
         state = {name: tensor for name, tensor in state.items() if name != "dst_schedule"}  # of 0.4
-        unknown = set(state) - set(FIELDS)
-        if unknown:
-            raise ValueError(
-                f"state must hold only fields of a GraphStructure, got also {sorted(unknown)}"
-            )
-        missing = {"colptr", "row", "sources"} - set(state)
-        if missing:
-            raise ValueError(
-                f"state must hold colptr, row and sources, got no {', '.join(sorted(missing))}"
-            )
         return cls(**state)
 
     def edge_order(self) -> Tensor:
@@ -604,7 +572,7 @@ class GraphStructure:
 
     def _with_degrees(self, *, is_known: bool) -> "GraphStructure":
         """Return this structure with fixed in-degree and hubs; synchronises if values are known."""
-        if not is_known or torch.compiler.is_compiling():
+        if not is_known:
             return replace(self, dst_hubs=self._hubs(), src_hubs=self._hubs())
         max_in_degree = max_degree(self.colptr)
         fixed_in_degree = dst_hubs = src_hubs = None
@@ -632,9 +600,6 @@ class GraphStructure:
 
 
 HUBS = ("dst_hubs", "src_hubs")
-DIFFERENT_REVERSE = (
-    "rowptr, col must hold the edges of colptr, row: leave them out and call with_reverse()"
-)
 FIELDS = tuple(field.name for field in fields(GraphStructure))
 
 

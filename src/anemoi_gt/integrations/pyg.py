@@ -88,36 +88,16 @@ def swap_layers(
       (second): GraphTransformerConv(8, 2, heads=1)
     )
     """
-    swap = prepare_swap(
-        model, backend, precision, replay=replay, stable_sort=stable_sort, subclasses=subclasses
-    )
-    swap()
-    return model
-
-
-def prepare_swap(
-    model: nn.Module,
-    backend: str = "auto",
-    precision: str | None = None,
-    *,
-    replay: bool = True,
-    stable_sort: bool = True,
-    subclasses: Sequence[type[TransformerConv]] = (),
-) -> Callable[[], None]:
-    """Return a function that swaps the layers; what `swap_layers` refuses is refused here."""
     config = KernelConfig(backend, precision, stable_sort=stable_sort, replay=replay)
     subclasses = _checked_subclasses(subclasses)
     layers = _layers_of(model, "a TransformerConv of PyG", lambda layer: isinstance(layer, KINDS))
     upstream = {id(layer): layer for layer in layers if isinstance(layer, TransformerConv)}
     ours = {key: _replacement(layer, config, subclasses) for key, layer in upstream.items()}
-
-    def swap() -> None:
-        _replace(model, ours)
-        for layer in layers:
-            if isinstance(layer, GraphTransformerConv):
-                layer.config = config
-
-    return swap
+    _replace(model, ours)
+    for layer in layers:
+        if isinstance(layer, GraphTransformerConv):
+            layer.config = config
+    return model
 
 
 def swap_back(model: nn.Module) -> nn.Module:

@@ -1,9 +1,11 @@
 """`swap_layers`, for a model with layers of Anemoi, of PyG, or of both."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import nn
+
+from anemoi_gt.integrations import pyg
 
 
 def swap_layers(
@@ -43,8 +45,8 @@ def swap_layers(
     ------
     ValueError
         For a model without such a layer, or that is itself a `TransformerConv`; for an option of
-        layers that it does not have, or another value; for a layer of PyG that a named backend does
-        not support. Nothing is swapped then.
+        layers that it does not have, or another value. Nothing is swapped then. For a layer of PyG
+        that a named backend does not support: no layer of PyG is swapped then.
     ImportError
         As for `anemoi_gt.install`.
 
@@ -60,7 +62,8 @@ def swap_layers(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
-    is_of_pyg, is_of_anemoi = _has_layers_of_pyg(model), _has_blocks_of_anemoi(model)
+    is_of_pyg = any(isinstance(module, pyg.KINDS) for module in model.modules())
+    is_of_anemoi = _has_blocks_of_anemoi(model)
     kind = type(model).__name__
     if not is_of_pyg and not is_of_anemoi:
         raise ValueError(
@@ -78,19 +81,6 @@ def swap_layers(
             "fusion, sharding and keep_hidden must be left out without blocks of Anemoi, got "
             f"fusion={fusion!r}, sharding={sharding!r} and keep_hidden={keep_hidden!r} for {kind}"
         )
-    # PyG's layers are checked first and replaced last, when nothing can be refused any more
-    replace: Callable[[], None] | None = None
-    if is_of_pyg:
-        from anemoi_gt.integrations import pyg
-
-        replace = pyg.prepare_swap(
-            model,
-            backend,
-            precision,
-            replay=replay,
-            stable_sort=stable_sort,
-            subclasses=subclasses,
-        )
     if is_of_anemoi:
         from anemoi_gt.integrations.anemoi import installation
 
@@ -103,23 +93,22 @@ def swap_layers(
             keep_hidden=keep_hidden,
             replay=replay,
         )
-    if replace is not None:
-        replace()
+    if is_of_pyg:
+        pyg.swap_layers(
+            model,
+            backend,
+            precision,
+            replay=replay,
+            stable_sort=stable_sort,
+            subclasses=subclasses,
+        )
     return model
 
 
-def _has_layers_of_pyg(model: nn.Module) -> bool:
-    # nothing in a process that did not import PyG is a layer of it
-    if "torch_geometric" not in sys.modules:
-        return False
-    from anemoi_gt.integrations import pyg
-
-    return any(isinstance(module, pyg.KINDS) for module in model.modules())
-
-
 def _has_blocks_of_anemoi(model: nn.Module) -> bool:
+    # nothing in a process that did not import anemoi-models is a block of it
     if "anemoi.models.layers.block" not in sys.modules:
         return False
     from anemoi_gt.integrations.anemoi import installation
 
-    return installation.has_blocks(model)
+    return bool(installation.blocks_in(model))

@@ -33,15 +33,13 @@ from anemoi_gt.nn.input_validation import (
     check_attributes,
     check_batch,
     check_conditions,
-    check_dtype,
     check_features,
     check_nodes,
     check_sides,
     check_structure,
     features_of_input,
-    stored_parameter,
 )
-from anemoi_gt.nn.layer_kernels import LayerKernels, cast_for_projections, check_kernels
+from anemoi_gt.nn.layer_kernels import LayerKernels, cast_for_projections
 from anemoi_gt.nn.mlp import MLP
 from anemoi_gt.nn.norm import apply_norm
 from anemoi_gt.nn.plain import BLOCK, why_not_plain
@@ -93,8 +91,8 @@ class GraphTransformerBaseBlock(nn.Module):
     ------
     ValueError
         For a size that is not an integer or below 1, in_channels other than out_channels, heads
-        that do not divide the channels of the attention, an unknown mlp_implementation, a dropout
-        outside 0 .. 1, or incomplete layer kernels.
+        that do not divide the channels of the attention, an unknown mlp_implementation, or a
+        dropout outside 0 .. 1.
     """
 
     def __init__(
@@ -118,7 +116,6 @@ class GraphTransformerBaseBlock(nn.Module):
         width = out_channels if attn_channels is None else attn_channels
         _check_sizes(in_channels, out_channels, width, num_heads, edge_dim)
         check_probability("dropout", dropout)
-        check_kernels(layer_kernels)
         check_config(config)
         self.channels = out_channels
         self.hidden_dim = hidden_dim
@@ -217,8 +214,6 @@ class GraphTransformerBaseBlock(nn.Module):
             check_structure(graph)
         if not isinstance(modules.attention, Refusal):
             check_edges(modules.attention, x[1], structure, edge_attr)
-            if len(self.edge_pre_mlp):
-                check_dtype("edge_attr", edge_attr, like=modules.attention.edge.weight)
 
         def attend() -> Tensor:
             return x[1] + self.attend(*self.normed_sides(x, cond), graph, edge_attr)
@@ -267,8 +262,6 @@ class GraphTransformerBaseBlock(nn.Module):
         None.
         """
         check_attributes(edge_attr, features_of_input(self.lin_edge))
-        if len(self.edge_pre_mlp):
-            check_dtype("edge_attr", edge_attr, like=stored_parameter(self.lin_edge))
         edge_attr = self.edge_pre_mlp(edge_attr)
         embedding = linear_parameters(self.lin_edge, "lin_edge")
         if isinstance(embedding, Refusal):
@@ -329,7 +322,7 @@ class GraphTransformerProcessorBlock(GraphTransformerBaseBlock):
         ValueError
             When features, graph and attributes do not fit together.
         """
-        check_features("x", x, self.channels, like=stored_parameter(self.lin_query))
+        check_features("x", x, self.channels)
         layer = partial(self.update_destinations, self.read_modules(x, cond))
         return map_chunks(layer, graph, (x, x), edge_attr, (cond, cond))
 
@@ -403,8 +396,7 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
         ValueError
             When features, graph and attributes do not fit together.
         """
-        like = stored_parameter(self.lin_query)
-        x_src, x_dst = check_sides(x, (self.channels, self.channels), like)
+        x_src, x_dst = check_sides(x, (self.channels, self.channels))
         conditions = check_conditions(cond)
         modules = self.read_modules(x_dst, conditions[1])
         layer = partial(self.update_destinations, modules)

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Sequence
-from inspect import signature
 from typing import Any, Optional
 
 import torch
@@ -20,7 +19,6 @@ from anemoi_gt.nn.input_validation import (
     both_sides,
     check_features,
     check_nodes,
-    stored_parameter,
 )
 from anemoi_gt.nn.plain import ATTENTION, PYG_LINEAR, why_not_plain
 from anemoi_gt.nn.pyg_inputs import is_adjacency, is_sparse_tensor, read_edges, sides_of
@@ -113,12 +111,6 @@ class GraphTransformerConv(MessagePassing):
         config: KernelConfig = KernelConfig(),  # noqa: B008  frozen: one value for all
         **kwargs: Any,
     ):
-        unknown = [name for name in kwargs if name not in signature(MessagePassing).parameters]
-        if unknown:
-            raise TypeError(
-                f"{type(self).__name__} has no argument {unknown[0]}: backend and precision are "
-                "those of config=KernelConfig(...)"
-            )
         kwargs.setdefault("aggr", "add")
         # as in PyG's TransformerConv: messages are [E, heads, C]
         super().__init__(node_dim=0, **kwargs)
@@ -299,7 +291,7 @@ class GraphTransformerConv(MessagePassing):
             if channels == LAZY and isinstance(side, Tensor) and side.shape[-1] == 0:
                 raise ValueError(f"{name} must have at least one feature, got {tuple(side.shape)}")
             known = None if channels == LAZY else channels
-            check_features(name, side, known, stored_parameter(linear))
+            check_features(name, side, known)
         return x_src, x_dst
 
     def _edges(

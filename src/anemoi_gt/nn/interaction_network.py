@@ -32,12 +32,11 @@ from anemoi_gt.nn.fused_block import (
 from anemoi_gt.nn.input_validation import (
     both_sides,
     check_batch,
-    check_dtype,
     check_features,
+    check_floating_point,
     check_nodes,
-    stored_parameter,
 )
-from anemoi_gt.nn.layer_kernels import LayerKernels, check_kernels
+from anemoi_gt.nn.layer_kernels import LayerKernels
 from anemoi_gt.nn.mlp import NormedMLP
 from anemoi_gt.nn.plain import (
     CONDITIONAL_NORM,
@@ -99,8 +98,7 @@ class InteractionConv(MessagePassing):
     Raises
     ------
     ValueError
-        For a size that is not an integer or below 1, an unknown mlp_implementation or sum_of, or
-        incomplete layer kernels.
+        For a size that is not an integer or below 1, or an unknown mlp_implementation or sum_of.
 
     Notes
     -----
@@ -145,7 +143,6 @@ class InteractionConv(MessagePassing):
         for channels in self.in_channels:
             check_integer("in_channels", channels)
         check_integer("edge_dim", edge_dim)
-        check_kernels(layer_kernels)
         check_config(config)
         if sum_of not in SUMMED:
             raise ValueError(f"sum_of must be one of {', '.join(SUMMED)}, got {sum_of!r}")
@@ -200,8 +197,7 @@ class InteractionConv(MessagePassing):
             When x, edges and features do not fit together, or `config` names a backend that cannot
             run.
         """
-        like = stored_parameter(self.edge_mlp)
-        x_src, x_dst = self._sides(x, like)
+        x_src, x_dst = self._sides(x)
         is_one_set = x_src is x_dst
         features: Tensor | None = edge_attr
         graph: GraphStructure | None = None
@@ -221,7 +217,7 @@ class InteractionConv(MessagePassing):
                 check_nodes(graph, x_src, x_dst)
         edge_list: Any = edge_index  # [2, E] where there is no structure
         num_edges = edge_list.shape[1] if graph is None else graph.num_edges
-        edges = self._in_batch(features, num_edges, x_dst, like)
+        edges = self._in_batch(features, num_edges, x_dst)
         dtype = edges.dtype
         with _precision(self.config, x_dst.device):
             x_dst, edges = _read(x_dst, self.config), _read(edges, self.config)
@@ -245,7 +241,6 @@ class InteractionConv(MessagePassing):
                 out_dtype = modules.computation.gemm_dtype
                 if not of_edges:
                     out_dtype = torch.promote_types(edges.dtype, out_dtype)
-                _check_condition(modules, cond, edges)
                 batch = x_dst.shape[0] if x_dst.dim() == 3 else 1
                 summed, sums = update_edges(
                     modules,
@@ -286,21 +281,14 @@ class InteractionConv(MessagePassing):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.in_channels}, edge_dim={self.edge_dim})"
 
-    def _sides(self, x: Tensor | PairTensor, like: Tensor | None) -> PairTensor:
+    def _sides(self, x: Tensor | PairTensor) -> PairTensor:
         """Return (x_src, x_dst), checked."""
         sides = sides_of(x)
-        if self.config.precision is not None and like is not None and like.dtype != torch.float32:
-            raise ValueError(
-                f"the weights of a layer with a precision must be float32, got {like.dtype}; use "
-                "KernelConfig(precision=None)"
-            )
         for name, side, channels in zip(("x_src", "x_dst"), sides, self.in_channels, strict=True):
-            check_features(name, side, channels, like)
+            check_features(name, side, channels)
         return sides
 
-    def _in_batch(
-        self, edges: Tensor | None, num_edges: int, x_dst: Tensor, like: Tensor | None
-    ) -> Tensor:
+    def _in_batch(self, edges: Tensor | None, num_edges: int, x_dst: Tensor) -> Tensor:
         """Return the features of edges with the batch dimension of nodes, checked."""
         width = self.edge_dim
         wanted = f"[E, {width}] or [B, E, {width}]"
@@ -308,7 +296,7 @@ class InteractionConv(MessagePassing):
             "edge_attr", edges, wanted, lambda x: x.dim() in (2, 3) and x.shape[-1] == width
         )
         assert edges is not None  # or the check would have raised
-        check_dtype("edge_attr", edges, like)
+        check_floating_point("edge_attr", edges)
         batch = x_dst.shape[:-2]
         if not have_size(edges.shape[-2], num_edges) or edges.shape[:-2] not in ((), batch):
             raise ValueError(
@@ -344,8 +332,7 @@ class InteractionBlock(nn.Module):
     Raises
     ------
     ValueError
-        For a size that is not an integer or below 1, an unknown mlp_implementation, or incomplete
-        layer kernels.
+        For a size that is not an integer or below 1, or an unknown mlp_implementation.
 
     Notes
     -----
@@ -384,7 +371,6 @@ class InteractionBlock(nn.Module):
         _, channels = both_sides(in_channels)
         check_integer("in_channels", channels)
         check_integer("edge_dim", edge_dim)
-        check_kernels(layer_kernels)
         hidden_dim = edge_dim if hidden_dim is None else hidden_dim
         # in Anemoi's order: the same seed gives the same weights
         self.node_mlp = NormedMLP(
@@ -470,7 +456,6 @@ def apply_mlp(
             if others is None:
                 return _mapped(mlp, rows, cond)
             return rows + _mapped(mlp, torch.cat([rows, others], dim=-1), cond)
-        _check_condition(modules, cond, rows)
         return network(modules, rows, cond, more=others, residual=others is not None)
 
 
@@ -540,25 +525,6 @@ def _network_of(
         if modules.kind is not RefusalKind.NOT_FASTER:
             _warn_of_modules(type(layer).__name__, modules.text)
     return modules
-
-
-def _check_condition(modules: NetworkModules, cond: Tensor | None, rows: Tensor) -> None:
-    """Raise ValueError unless a condition, if any, has a row for each of `rows`, or one."""
-    if cond is None:
-        return
-    features = modules.network.norm.scale_map.weight.shape[1]
-    number, batch = rows.shape[-2], rows.shape[:-2]
-    check_shape(
-        "cond",
-        cond,
-        f"[{number} or 1, {features}], or with the batch {tuple(batch)}",
-        lambda c: (
-            c.dim() in (2, 3)
-            and c.shape[-1] == features
-            and c.shape[-2] in (1, number)
-            and c.shape[:-2] in ((), (1,), batch)
-        ),
-    )
 
 
 @constant_when_traced

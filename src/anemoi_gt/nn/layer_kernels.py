@@ -1,7 +1,7 @@
 """LayerKernels: the classes that blocks are built from, replaced by one value."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -52,26 +52,3 @@ def cast_for_projections(x: Tensor, *projections: nn.Module) -> Tensor:
     if all(type(projection) is nn.Linear for projection in projections):
         return cast_for_autocast(x)
     return x
-
-
-def check_kernels(kernels: object) -> None:
-    """Raise ValueError unless `kernels` has all constructors that blocks need."""
-    names = [field.name for field in fields(LayerKernels)]
-    missing = [name for name in names if not hasattr(kernels, name)]
-    if missing:
-        raise ValueError(
-            f"layer_kernels must have the attributes {', '.join(names)}, as LayerKernels(...) "
-            f"does, got {type(kernels).__name__} without {', '.join(missing)}"
-        )
-    for name in names:
-        maker = getattr(kernels, name)
-        if not callable(maker) or isinstance(maker, nn.Module):
-            example = "Linear"
-            if name == "Activation":
-                example = "GELU"
-            elif "Norm" in name:
-                example = "LayerNorm"
-            raise ValueError(
-                f"layer_kernels.{name} must be a class, or a function that returns a module, such "
-                f"as torch.nn.{example}, got {maker!r}"
-            )

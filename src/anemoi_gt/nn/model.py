@@ -10,7 +10,7 @@ from torch_geometric.data import HeteroData
 
 from anemoi_gt.graph.checks import check_shape
 from anemoi_gt.kernel_config import KernelConfig
-from anemoi_gt.nn.input_validation import check_dtype
+from anemoi_gt.nn.input_validation import check_floating_point
 from anemoi_gt.nn.mapper import GraphTransformerBackwardMapper, GraphTransformerForwardMapper
 from anemoi_gt.nn.processor import GraphTransformerProcessor
 from anemoi_gt.nn.residual import Residual
@@ -259,7 +259,7 @@ class EncoderProcessorDecoder(nn.Module):
             shape = (self.nodes[name].num_nodes, self.in_channels[name])
             label = "x" if self.has_one_data_set else f"x[{name!r}]"
             check_shape(label, x, f"[B, {shape[0]}, {shape[1]}]", partial(_is_batch_of, shape))
-            check_dtype(label, x, like=self.nodes[name].sin_cos_lat_lon)
+            check_floating_point(label, x)
             if batch not in (None, x.shape[0]):
                 raise ValueError(
                     f"{label} must have the batch size {batch} of the other data sets, got "
@@ -330,19 +330,4 @@ def _by_data_set(
             raise ValueError(
                 f"{name} must name at least one data set, none of them {HIDDEN!r}, got {list(side)}"
             )
-        refused = [data_set for data_set in side if not _is_module_name(data_set)]
-        if refused:
-            raise ValueError(
-                f"{name} must have names that torch.nn.ModuleDict accepts, not empty, without a "
-                f"dot, and not an attribute such as 'train', got {refused}; rename these nodes of "
-                "the graph"
-            )
     return named["in_channels"], named["out_channels"]
-
-
-def _is_module_name(name: object) -> bool:
-    """Return whether a name can be a key of a ModuleDict, and so of the state dict."""
-    # ModuleDict keeps its modules among the attributes, and refuses a name that is one already
-    if not isinstance(name, str) or name == "" or "." in name:
-        return False
-    return not hasattr(nn.ModuleDict(), name)

@@ -7,14 +7,11 @@ ConditionalLayerNorm    (1 + scale(c)) * normal(x) + bias(c)     linear in the c
 """
 
 from collections.abc import Sequence
-from inspect import signature
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from anemoi_gt.graph.checks import check_shape
-from anemoi_gt.nn.input_validation import check_dtype, stored_parameter
 from anemoi_gt.option_checks import check_integer
 
 # PyTorch's layer norm for CUDA addresses inputs with this many elements in 32 bits and silently
@@ -79,12 +76,9 @@ class ConditionalLayerNorm(nn.Module):
         """Normalise `x` [..., N, normalized_shape] with `cond` [..., N or 1, condition_shape].
 
         Their batch dimensions broadcast; a batch dimension of the condition only is one of the
-        result. Raise ValueError when features or condition have the wrong shape or dtype.
+        result. Raise ValueError when the condition has the wrong shape.
         """
-        channels, features = self.scale.out_features, self.scale.in_features
-        check_shape(
-            "x", x, f"[..., N, {channels}]", lambda x: x.dim() >= 2 and x.shape[-1] == channels
-        )
+        features = self.scale.in_features
         rows = x.shape[-2]
         wanted = f"[..., {rows} or 1, {features}]"
         check_shape(
@@ -101,7 +95,6 @@ class ConditionalLayerNorm(nn.Module):
                 f"cond must have the batch of x {tuple(x.shape)}, a batch of 1, or none, got "
                 f"{tuple(cond.shape)}"
             )
-        check_dtype("cond", cond, like=stored_parameter(self.scale))
         # autocast runs layer norms in float32 on a GPU, and the block would go on in it
         return ((1 + self.scale(cond)) * self.norm(x) + self.bias(cond)).type_as(x)
 
@@ -109,7 +102,7 @@ class ConditionalLayerNorm(nn.Module):
 def apply_norm(norm: nn.Module, x: Tensor, cond: Tensor | None = None) -> Tensor:
     """Norm `x`, with a condition if there is one, in chunks where PyTorch's kernel would overflow.
 
-    `norm` must treat each row of `x` [..., F] separately. Raise ValueError if it accepts no
+    `norm` must treat each row of `x` [..., F] separately. Python raises TypeError if it accepts no
     condition, or requires one.
     """
     if overflows(norm, x):
@@ -138,35 +131,4 @@ def norm_in_chunks(norm: nn.Module, x: Tensor, cond: Tensor | None, max_numel: i
 
 
 def _norm(norm: nn.Module, x: Tensor, cond: Tensor | None) -> Tensor:
-    options = {} if cond is None else {"cond": cond}
-    try:
-        return norm(x, **options)
-    except TypeError as error:
-        # asked only now: reading a signature takes longer than a small norm
-        if _accepts(norm, x, **options):
-            raise
-        kind = type(norm).__name__
-        if cond is None:
-            message = (
-                f"cond must be a tensor because norms of class {kind} require a condition, got None"
-            )
-            raise ValueError(message) from error
-        got = tuple(cond.shape) if isinstance(cond, Tensor) else type(cond).__name__
-        raise ValueError(
-            f"cond must be None because norms of class {kind} take no condition, got {got}; make "
-            "conditional norms with LayerKernels(LayerNorm=partial(ConditionalLayerNorm, "
-            "condition_shape=...))"
-        ) from error
-
-
-def _accepts(module: nn.Module, *inputs: Any, **options: Any) -> bool:
-    """Return whether a module accepts these inputs; True if it has no signature (scripted)."""
-    try:
-        call = signature(module.forward)
-    except (TypeError, ValueError):
-        return True
-    try:
-        call.bind(*inputs, **options)
-    except TypeError:
-        return False
-    return True
+    return norm(x) if cond is None else norm(x, cond=cond)

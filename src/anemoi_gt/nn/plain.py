@@ -221,7 +221,7 @@ def why_not_plain(*asked: Asked) -> Refusal | None:
                 or attributes["_forward_pre_hooks"]
                 or attributes["_backward_hooks"]
                 or attributes["_backward_pre_hooks"]
-            ) and not _has_only_own_hooks(module):
+            ):
                 return transient(f"{_subject(name)} has hooks, which would be skipped")
         if row is None:
             continue
@@ -692,20 +692,6 @@ def has_global_hooks() -> bool:
             if _package(getattr(hook, "__module__", "")) != "anemoi_gt":
                 return True
     return False
-
-
-def _has_only_own_hooks(module: nn.Module) -> bool:
-    """Return whether all hooks of a module are functions that its class registers itself."""
-    for registry in MODULE_HOOKS:
-        for hook in getattr(module, registry).values():
-            if not _defines(type(module), getattr(hook, "__func__", None)):
-                return False
-    return True
-
-
-@constant_when_traced  # PyTorch 2.9 cannot trace the namespace of a class
-def _defines(kind: type, function: Callable | None) -> bool:
-    return function in vars(kind).values()
 
 
 def _is_generated(module: nn.Module, name: str) -> bool:

@@ -297,8 +297,8 @@ def edges_of(
 ) -> StaticEdges:
     """Return the edges between two node sets, with `trainable` trainable attributes, in chunks.
 
-    Raise ValueError if the graph does not have these edges, or a field is missing or has the wrong
-    shape.
+    Raise ValueError if the graph does not have these edges or one of their fields, and as
+    `StaticEdges`.
     """
     kind = (source, "to", destination)
     if kind not in graph.edge_types:
@@ -310,14 +310,6 @@ def edges_of(
         raise ValueError(
             f"edges {kind} must have edge_index, edge_length and edge_dirs, missing {names}"
         )
-    label = f"edge_index of edges {kind}"
-    expected = "[2, E], sources and destinations"
-    check_shape(label, edges.edge_index, expected, lambda x: x.dim() == 2 and len(x) == 2)
-    num_edges = edges.edge_index.shape[1]
-    for name in EDGE_ATTRIBUTES:
-        label = f"{name} of edges {kind}"
-        expected = f"[{num_edges}, features], one row per edge"
-        check_shape(label, edges[name], expected, lambda x: x.dim() == 2 and len(x) == num_edges)
     edge_attr = torch.cat([edges[name] for name in EDGE_ATTRIBUTES], dim=-1)
     sizes = graph[source].x.shape[0], graph[destination].x.shape[0]
     return StaticEdges(edges.edge_index, edge_attr, sizes, trainable, num_chunks=num_chunks)

@@ -14,11 +14,6 @@ class Activation(NamedTuple):
     kind: type[nn.Module]
     approximate: str | None = None  # its attribute of that name; None if it has none
 
-    @property
-    def attributes(self) -> tuple[str, ...]:
-        """Names of the attributes that its result depends on."""
-        return () if self.approximate is None else ("approximate",)
-
     def module(self) -> nn.Module:
         """Return a module that computes it."""
         return self.kind() if self.approximate is None else self.kind(approximate=self.approximate)

@@ -50,7 +50,10 @@ OperandT = TypeVar("OperandT", bound=Operand)  # for functions that read only sh
 
 
 class AttentionOperands(NamedTuple, Generic[Held]):
-    """The floating-point operands of one call; `edge_attention` documents them."""
+    """The floating-point operands of one call, or what belongs to each of them.
+
+    `edge_attention` documents them.
+    """
 
     query: Held  # [N_dst, H, C] or [B, N_dst, H, C]
     key: Held  # [N_src, H, C] or [B, N_src, H, C]
@@ -68,17 +71,6 @@ class AttentionOperands(NamedTuple, Generic[Held]):
             for operand in (self.edge_attr, self.edge_weight, self.edge_bias)
         ]
         return AttentionOperands(*rows, *edges)
-
-
-class Needs(NamedTuple):
-    """The operands that need a gradient."""
-
-    query: bool = True
-    key: bool = True
-    value: bool = True
-    edge_attr: bool = True
-    edge_weight: bool = True
-    edge_bias: bool = True
 
 
 class Linear(NamedTuple, Generic[Held]):

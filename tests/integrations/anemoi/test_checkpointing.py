@@ -152,17 +152,11 @@ def test_a_config_chooses_modes(graph):
     assert counted(calls)[ATTENTION] == 2 + 2 * 4
 
 
-@pytest.mark.parametrize("choice", ["some", {"mapper": "full"}, {"encoder": "attention"}, True])
+@pytest.mark.parametrize(
+    "choice", ["selective", {"mapper": "full"}, {"encoder": "attention"}, True]
+)
 def test_other_modes_and_components_are_refused(choice):
     with pytest.raises(
         ValueError, match="activation_checkpointing must be one of none, full, or .* got"
-    ):
-        anemoi.install(activation_checkpointing=choice)
-
-
-@pytest.mark.parametrize("choice", ["selective", {"processor": "selective"}])
-def test_selective_checkpointing_raises_and_names_the_alternatives(choice):
-    with pytest.raises(
-        ValueError, match="'selective' was removed, got .*; use 'none', .* or 'full'"
     ):
         anemoi.install(activation_checkpointing=choice)

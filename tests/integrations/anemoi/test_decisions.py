@@ -1,6 +1,5 @@
 """The implementation of a block is chosen once per forward pass, kept for recomputation, and reported."""
 
-import copy
 import logging
 
 import pytest
@@ -155,19 +154,6 @@ def test_a_model_without_graph_transformers_is_named_when_it_is_built(interface,
     interface(make)
     (message,) = said()
     assert message == "Linear has no block that anemoi_gt computes: it is not used"
-
-
-def test_a_rebuilt_model_stays_swapped(graph, interface, attentions):
-    model, x = interface(lambda: build(graph, make_options(channels=16, heads=2))), draw(graph)
-    integration.swap_layers(model, precision="bf16")
-    model.model(x)
-    calls = len(attentions)
-    assert calls == 6
-    model._build_model()
-    model.model(x)
-    assert len(attentions) == 2 * calls
-    copy.deepcopy(model).model(x)
-    assert len(attentions) == 2 * calls
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")

@@ -49,9 +49,8 @@ _ATTRIBUTE = "_anemoi_gt_cache"
 # {edges of a provider: {batch size: (edge_inc, contents of both, expanded list)}}
 _BY_BASE = WeakTensorKeyDictionary()
 _BY_TENSOR = WeakTensorKeyDictionary()  # caches of lists of unknown origin
-# before 0.16: the list of the last pass of a mapper, and {list: (content, equal list of a mapper)}
+# before 0.16: the list of the last pass of a mapper
 _BY_MAPPER: weakref.WeakKeyDictionary[nn.Module, Tensor] = weakref.WeakKeyDictionary()
-_EQUAL = WeakTensorKeyDictionary()
 
 
 class Content(NamedTuple):
@@ -228,7 +227,6 @@ def clear_cache() -> None:
     _BY_BASE.clear()
     _BY_TENSOR.clear()
     _BY_MAPPER.clear()
-    _EQUAL.clear()
 
 
 def version_of(tensor: Tensor) -> int:
@@ -452,27 +450,17 @@ def rows_of_chunk(
 def list_of_mapper(mapper: nn.Module, edge_index: Tensor, num_nodes: tuple[int, int]) -> Tensor:
     """Return a cached list with the content of `edge_index`: of an earlier pass of a mapper.
 
-    It is compared once a pass, which synchronises the device, as the code that made it does.
+    Comparing them synchronises the device, as the code that made the list does.
     """
-    content, known = _EQUAL.get(edge_index, (None, None))
-    if known is None or not content.is_of(edge_index) or not _is_list(known, num_nodes):
-        known = _BY_MAPPER.get(mapper)
-        if (
-            known is None
-            or not _is_list(known, num_nodes)
-            or known.device != edge_index.device
-            or not torch.equal(known, edge_index)
-        ):
-            with torch.inference_mode(mode=False):
-                known = cached_list(edge_index.clone(), num_nodes)
-            _BY_MAPPER[mapper] = known
-        _EQUAL[edge_index] = (Content.of(edge_index), known)
+    known = _BY_MAPPER.get(mapper)
+    if known is not None and known.device == edge_index.device:
+        cache = lookup(known)
+        if cache is not None and cache.num_nodes == num_nodes and torch.equal(known, edge_index):
+            return known
+    with torch.inference_mode(mode=False):
+        known = cached_list(edge_index.clone(), num_nodes)
+    _BY_MAPPER[mapper] = known
     return known
-
-
-def _is_list(edge_index: Tensor, num_nodes: tuple[int, int]) -> bool:
-    cache = lookup(edge_index)
-    return cache is not None and cache.num_nodes == num_nodes
 
 
 def cut_destinations(edge_index: Tensor, destinations: slice) -> EdgeChunk:

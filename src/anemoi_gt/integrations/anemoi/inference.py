@@ -69,12 +69,8 @@ class AnemoiGTRunner(Runner):
                 built = kind(config, **options)
             else:
                 built = runner_registry.from_config({runner: options}, config)
-            transformers, networks = count_blocks(built.model)
-        log.info(
-            "anemoi_gt is installed for %d graph-transformer blocks and %d graph-network blocks",
-            transformers,
-            networks,
-        )
+            number = count_blocks(built.model)
+        log.info("anemoi_gt is installed for %d blocks", number)
         return built
 
 

@@ -23,7 +23,6 @@ from anemoi_gt.integrations.anemoi import (
     edge_lists,
     graph_networks,
     mappers,
-    models,
     report,
     sharding,
     transformer_attention,
@@ -102,9 +101,8 @@ PATCHES = {
     (MAPPER[:1], "checkpoint"): torchs_checkpoint,
     (PROCESSOR[:1], "checkpoint"): torchs_checkpoint,
     (PROVIDER[:1], "checkpoint"): torchs_checkpoint,
-    (INTERFACE, "_build_model"): models.build_model,
-    (INTERFACE, "_update_metadata"): models.update_metadata,
-    (MODEL, "_assert_valid_sharding"): models.assert_valid_sharding,
+    (INTERFACE, "_update_metadata"): report.update_metadata,
+    (MODEL, "_assert_valid_sharding"): report.assert_valid_sharding,
     (MODEL, "_assemble_output"): assemble_output.assemble_output,
     (ENSEMBLE, "_assemble_output"): assemble_output.assemble_ensemble_output,
 }
@@ -351,8 +349,8 @@ def swap_layers(
     Parameters
     ----------
     model : torch.nn.Module
-        Returned unchanged: its blocks are only registered. A copy or an unpickled model must be
-        swapped again.
+        Returned unchanged: its blocks are only registered. A copy, or an unpickled or rebuilt
+        model, must be swapped again.
     backend, precision, fusion, sharding, keep_hidden, replay
         As for `install`, over which they take precedence.
 
@@ -376,8 +374,8 @@ def swap_layers(
     return model
 
 
-def has_blocks(model: nn.Module) -> bool:
-    """Return whether a model has a block of a graph transformer, graph network or transformer."""
+def blocks_in(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of graph transformers, graph networks and transformers in a model."""
     paths = (
         BLOCK,
         GRAPH_NETWORK_BLOCK,
@@ -386,22 +384,18 @@ def has_blocks(model: nn.Module) -> bool:
         TRANSFORMER_MAPPER_BLOCK,
     )
     kinds = tuple(find(*path) for path in paths)
-    return any(isinstance(module, kinds) for module in model.modules())
+    return [module for module in model.modules() if isinstance(module, kinds)]
 
 
-def count_blocks(model: nn.Module) -> tuple[int, int]:
-    """Return the number of graph-transformer and of graph-network blocks of a model.
-
-    Raise ValueError if there is none, and no block of a transformer.
-    """
-    if not has_blocks(model):
+def count_blocks(model: nn.Module) -> int:
+    """Return the number of `blocks_in` a model. Raise ValueError if there is none."""
+    number = len(blocks_in(model))
+    if number == 0:
         raise ValueError(
             "model must have a block of Anemoi's graph transformers, graph networks or "
             f"transformers, got {type(model).__name__} without one"
         )
-    kinds = find(*BLOCK), (find(*GRAPH_NETWORK_BLOCK), find(*GRAPH_NETWORK_MAPPER_BLOCK))
-    numbers = [sum(isinstance(module, kind) for module in model.modules()) for kind in kinds]
-    return numbers[0], numbers[1]
+    return number
 
 
 def graph_transformer_processor(**options: Any) -> nn.Module:

@@ -6,14 +6,15 @@ reported by all that was traced of their class.
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
 
-from anemoi_gt.integrations.anemoi.upstream import Upstream
+from anemoi_gt.integrations.anemoi.upstream import Upstream, wraps_any
 from anemoi_gt.refusal import Refusal, RefusalKind
 from anemoi_gt.torch_compat import constant_when_traced
 
@@ -227,9 +228,20 @@ def after_step(model: nn.Module) -> None:
         log.info("anemoi_gt computes blocks of %s: %s", type(model).__name__, line)
 
 
-def after_build(model: nn.Module) -> None:
-    """Log that a model does not use anemoi_gt if it has none of its blocks."""
-    add_model(model)
-    if not blocks_of(model):
+@wraps_any
+def update_metadata(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Log it if a model that was just built has no block that anemoi_gt computes."""
+    result = upstream(self, *args, **kwargs)
+    add_model(self.model)  # its own forward pass defines the paths of its blocks
+    if not blocks_of(self.model):
         message = "%s has no block that anemoi_gt computes: it is not used"
-        log.warning(message, type(model).__name__)
+        log.warning(message, type(self.model).__name__)
+    return result
+
+
+@wraps_any
+def assert_valid_sharding(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Register a model at the start of its forward pass."""
+    if not torch.compiler.is_compiling():
+        add_model(self)
+    return upstream(self, *args, **kwargs)

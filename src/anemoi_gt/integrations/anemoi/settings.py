@@ -33,11 +33,6 @@ class Checkpointing:
         """Return the modes of a choice: one for all components, or one by name of a component."""
         names = [field.name for field in fields(cls)]
         modes = dict(choice) if isinstance(choice, Mapping) else dict.fromkeys(names, choice)
-        if "selective" in modes.values():
-            raise ValueError(
-                f"activation_checkpointing 'selective' was removed, got {choice!r}; use 'none', "
-                "which takes as little memory where blocks are fused, or 'full'"
-            )
         if not set(modes) <= set(names) or not all(
             mode in (None, *MODES) for mode in modes.values()
         ):
@@ -117,10 +112,6 @@ class SettingsRegistry:
         if not self._single:
             return self.everywhere
         return self._single.get(id(block), self.everywhere)
-
-    def chosen(self, block: nn.Module) -> Settings | None:
-        """Return the settings that were chosen for this block only."""
-        return self._single.get(id(block))
 
     def choose(self, block: nn.Module, settings: Settings) -> None:
         """Set the settings of one block for as long as it lives."""

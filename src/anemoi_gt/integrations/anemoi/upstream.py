@@ -33,7 +33,6 @@ class Upstream:
     processor: ModuleType  # layers.processor
     partition: ModuleType  # distributed.khop_edges, since 0.16
     block: type  # GraphTransformerBaseBlock
-    blocks: tuple[type, ...] = ()  # of processors and of mappers
     # blocks of graph networks whose forward we know, of processors and of mappers
     graph_networks: tuple[type, ...] = ()
     network: type  # MLP
@@ -71,7 +70,6 @@ def resolve_upstream() -> None:
     Upstream.block_module = block
     Upstream.shapes = import_module("anemoi.models.distributed.shapes")
     Upstream.block = block.GraphTransformerBaseBlock
-    Upstream.blocks = (block.GraphTransformerProcessorBlock, block.GraphTransformerMapperBlock)
     kinds = (block.TransformerProcessorBlock, block.TransformerMapperBlock)
     Upstream.transformers = tuple(kind for kind in kinds if unknown_body(kind.forward) is None)
     kinds = (block.GraphConvProcessorBlock, block.GraphConvMapperBlock)

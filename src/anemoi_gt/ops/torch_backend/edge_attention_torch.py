@@ -16,7 +16,6 @@ from anemoi_gt.ops.tensors import (
     CallSizes,
     EdgeAttentionOptions,
     Held,
-    Needs,
 )
 from anemoi_gt.ops.torch_backend.reference import (
     Edges,
@@ -285,7 +284,7 @@ class _Passes(NamedTuple):
         flat = FlatArguments._make((*inputs, *self.options))
         p = kept
         (grad_out, grad_lse) = grads
-        required = Needs(*needs)
+        required: AttentionOperands[bool] = AttentionOperands._make(needs)
         operands = flat[:6]
         layout = GradientLayout.separate(operands, needs)
         dtype = flat.query.dtype
@@ -297,7 +296,7 @@ class _Passes(NamedTuple):
         dlse = do.new_zeros(do.shape[:3]) if grad_lse is None else grad_lse.view(do.shape[:3])
         with without_autocast(do.device.type):
             edges = flat.edges()
-            gradients = Gradients.zeros(flat, required)
+            gradients = zero_gradients(flat, required)
             out_edges = None
             if required.key or required.value:
                 out_edges = OutEdges.of(flat, edges.heads)
@@ -306,7 +305,7 @@ class _Passes(NamedTuple):
                 gradient = differentiate_heads(
                     heads, do_heads, dlse[b, :, group], p[b, :, group], edges, required
                 )
-                gradients.add(b, group, gradient)
+                add_heads(gradients, b, group, gradient)
                 if out_edges is not None and gradients.key is not None:
                     gradients.key[b, :, group] = out_edges.sum(gradient.ds, heads.q)
                 if out_edges is not None and gradients.value is not None:
@@ -326,37 +325,31 @@ class _Passes(NamedTuple):
 edge_attention_torch = EdgeAttention()
 
 
-class Gradients(NamedTuple):
-    """The gradients of all heads; None for an operand that needs no gradient."""
+def zero_gradients(
+    flat: FlatArguments, needs: AttentionOperands[bool]
+) -> AttentionOperands[Tensor | None]:
+    """Return zeros in the form of `in_accumulator_dtype`; None where no gradient is needed."""
+    gradients: list[Tensor | None] = []
+    for operand, need in zip(flat[:6], needs, strict=True):
+        if operand is None or not need:
+            gradients.append(None)
+        else:
+            gradients.append(torch.zeros_like(operand))
+    return AttentionOperands._make(gradients)
 
-    query: Tensor | None  # [B, N_dst, H, C]
-    key: Tensor | None  # [B, N_src, H, C]
-    value: Tensor | None  # [B, N_src, H, C]
-    edge_attr: Tensor | None  # [1 or B, E, D] or [1 or B, E, H, C], CSC order
-    edge_weight: Tensor | None  # [H, C, D]
-    edge_bias: Tensor | None  # [H, C]
 
-    @classmethod
-    def zeros(cls, flat: FlatArguments, needs: Needs) -> "Gradients":
-        """Return zeros for the operands that need a gradient."""
-
-        gradients: list[Tensor | None] = []
-        for name in cls._fields:
-            operand = getattr(flat, name)
-            is_needed = operand is not None and getattr(needs, name)
-            gradients.append(torch.zeros_like(operand) if is_needed else None)
-        return cls(*gradients)
-
-    def add(self, b: int, group: slice, gradient: HeadGradients) -> None:
-        """Add the gradients of a group of heads at batch index `b`."""
-        if self.query is not None:
-            self.query[b, :, group] = gradient.dq
-        if self.edge_attr is not None and gradient.da is not None:
-            attr = self.edge_attr[b] if self.edge_attr.shape[0] > 1 else self.edge_attr[0]
-            if attr.dim() == 3:  # embedded: [E, H, C]
-                attr = attr[:, group]
-            attr.add_(gradient.da)
-        if self.edge_weight is not None and gradient.dweight is not None:
-            self.edge_weight[group] += gradient.dweight
-        if self.edge_bias is not None and gradient.dbias is not None:
-            self.edge_bias[group] += gradient.dbias
+def add_heads(
+    gradients: AttentionOperands[Tensor | None], b: int, group: slice, of_heads: HeadGradients
+) -> None:
+    """Add the gradients of a group of heads at batch index `b`."""
+    if gradients.query is not None:
+        gradients.query[b, :, group] = of_heads.dq
+    if gradients.edge_attr is not None and of_heads.da is not None:
+        attr = gradients.edge_attr[b if gradients.edge_attr.shape[0] > 1 else 0]
+        if attr.dim() == 3:  # embedded: [E, H, C]
+            attr = attr[:, group]
+        attr.add_(of_heads.da)
+    if gradients.edge_weight is not None and of_heads.dweight is not None:
+        gradients.edge_weight[group] += of_heads.dweight
+    if gradients.edge_bias is not None and of_heads.dbias is not None:
+        gradients.edge_bias[group] += of_heads.dbias

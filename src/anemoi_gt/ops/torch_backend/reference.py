@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from anemoi_gt.ops.tensors import Needs
+from anemoi_gt.ops.tensors import AttentionOperands
 
 CHUNK = 2**18  # elements gathered at a time, so that they stay in the cache
 # rows of a matrix product; a chunk of a graph that starts at a multiple is rounded as in the whole
@@ -221,7 +221,12 @@ class HeadGradients:
 
 
 def differentiate_heads(
-    heads: HeadGroup, do: Tensor, dlse: Tensor, p: Tensor, edges: Edges, needs: Needs
+    heads: HeadGroup,
+    do: Tensor,
+    dlse: Tensor,
+    p: Tensor,
+    edges: Edges,
+    needs: AttentionOperands[bool],
 ) -> HeadGradients:
     """Return all gradients except dk and dv, which are sums over out-edges. `p` is [E, G]."""
     g = heads.project(do) if heads.projects else None

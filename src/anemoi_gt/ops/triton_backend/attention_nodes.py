@@ -15,7 +15,6 @@ from anemoi_gt.ops.tensors import (
     AttentionOptions,
     AttentionTensors,
     CallSizes,
-    Needs,
     NormOptions,
     Operand,
 )
@@ -229,7 +228,10 @@ class AttendNode(Node):
             self._kept(run),
             split(grad),
             None,
-            Needs(
+            AttentionOperands(
+                query=True,
+                key=True,
+                value=True,
                 edge_attr=run.needs(edge_attr),
                 edge_weight="edge" in parameters,
                 edge_bias=edge_bias is not None,

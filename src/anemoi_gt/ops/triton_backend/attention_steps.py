@@ -24,7 +24,7 @@ from anemoi_gt.kernels import backward, edge_projection, fixed_degree, forward, 
 from anemoi_gt.kernels.launch import Launch
 from anemoi_gt.ops.dropout import drop_threshold
 from anemoi_gt.ops.dtypes import scratch_dtype
-from anemoi_gt.ops.tensors import AttentionOperands, Needs
+from anemoi_gt.ops.tensors import AttentionOperands
 from anemoi_gt.ops.triton_backend import tiles
 from anemoi_gt.ops.triton_backend.device import interpreted
 from anemoi_gt.ops.triton_backend.plan import Buffer, PlanBuilder
@@ -89,7 +89,7 @@ def gradients(
     kept: Kept,
     grad_out: Buffer,
     grad_lse: Buffer | None,
-    needs: Needs,
+    needs: AttentionOperands[bool],
     into: AttentionOperands[Buffer | None] | None = None,
 ) -> AttentionOperands[Buffer | None]:
     """Differentiate; return the gradients that `needs` asks for, None for others.

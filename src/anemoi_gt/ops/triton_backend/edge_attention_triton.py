@@ -16,10 +16,10 @@ from anemoi_gt.ops.tensors import (
     AttentionOperands,
     CallSizes,
     EdgeAttentionOptions,
-    Needs,
     Operand,
 )
 from anemoi_gt.ops.tree import leaves
+from anemoi_gt.ops.triton_backend.packing import zero
 from anemoi_gt.ops.triton_backend.plan import Buffer, MemoryLayout, PlanBuilder
 from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator
 from anemoi_gt.ops.triton_backend.sizes import Constants, IndexTensors, sizes_of
@@ -186,10 +186,10 @@ class EdgeAttention(PlannedOperator):
         grad_out, grad_lse = grads
         if grad_out is None:
             grad_out = builder.empty_like(tensors.query)
-            builder.compute(_zero, grad_out)
+            builder.compute(zero, grad_out)
         kept_buffers = kept_of(kept_layout(tensors, constants.graph).buffers(kept))
         call = _attention_call(builder, tensors, constants, options)
-        return gradients(call, kept_buffers, grad_out, grad_lse, Needs._make(needs))
+        return gradients(call, kept_buffers, grad_out, grad_lse, needs)
 
 
 def kept_layout(operands: AttentionOperands[Operand], index: IndexTensors[Operand]) -> MemoryLayout:
@@ -228,10 +228,6 @@ def kept_of(kept: dict[str, Buffer]) -> Any:
     from anemoi_gt.ops.triton_backend.attention_steps import Kept
 
     return Kept(kept["inv_denominator"], kept["exp_scores"], kept.get("projected"))
-
-
-def _zero(out: Tensor) -> None:
-    out.zero_()
 
 
 edge_attention_triton = EdgeAttention()

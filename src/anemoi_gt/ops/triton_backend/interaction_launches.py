@@ -6,12 +6,7 @@ Each function returns a `Launch` from sizes and options only, as in `row_launche
 from anemoi_gt.kernels.launch import Launch
 from anemoi_gt.ops.tensors import NormOptions
 from anemoi_gt.ops.triton_backend import tiles
-from anemoi_gt.ops.triton_backend.row_launches import (
-    activation_tile_of,
-    checked_activation,
-    needs_int64,
-    norm_tile,
-)
+from anemoi_gt.ops.triton_backend.row_launches import needs_int64
 
 
 def edge_ends(num_dst: int, num_edges: int) -> Launch:
@@ -42,7 +37,7 @@ def gather_activation(
     """
     from anemoi_gt.kernels import interaction
 
-    rows, columns, num_warps = activation_tile_of(tiles.activation_tile, features)
+    rows, columns, num_warps = tiles.activation_tile(features)
     width = 2 * features if gated else features
     scalars = {
         "num_rows": num_rows,
@@ -56,7 +51,7 @@ def gather_activation(
         "K": features,
         "COLUMNS": columns,
         "ROWS": rows,
-        "ACTIVATION": checked_activation(activation),
+        "ACTIVATION": activation,
         "GATED": gated,
         "ENTRIES": batch > 1,
         "INT64": needs_int64(most_rows, width) or first_row + num_rows + rows >= 2**31,
@@ -70,7 +65,7 @@ def residual_norm_forward(num_rows: int, features: int, norm: NormOptions) -> La
     """Return the launch of `residual_norm_fwd`: r, x, scale, shift -> y."""
     from anemoi_gt.kernels import interaction
 
-    rows, columns, num_warps = norm_tile(tiles.norm_forward_tile, features)
+    rows, columns, num_warps = tiles.norm_forward_tile(features)
     scalars = {"num_rows": num_rows, "eps": float(norm.eps)}
     constants = {
         "F": features,
@@ -101,7 +96,7 @@ def residual_norm_backward(
     """
     from anemoi_gt.kernels import interaction
 
-    rows, columns, num_warps = norm_tile(tiles.residual_norm_tile, dr_stride)
+    rows, columns, num_warps = tiles.residual_norm_tile(dr_stride)
     scalars = {"num_rows": num_rows, "first_sum": first_sum, "eps": float(norm.eps)}
     most_rows = num_rows + 2 * programs * rows
     constants = {

@@ -16,7 +16,6 @@ Related results, such as all tensors saved for a backward pass, are parts of one
 
 import builtins
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -25,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from anemoi_gt.custom_ops import on_device
 from anemoi_gt.kernels.launch import ALIGNMENT, Launch, current_stream, fast_launch_device
 from anemoi_gt.ops.triton_backend.replays import Replays
 from anemoi_gt.ops.triton_backend.tiles import TUNING, Tuning
@@ -298,7 +298,7 @@ class Plan:
             if tensor is not None:
                 device = tensor.device
                 break
-        with _current(device):
+        with on_device(device):
             bases: list[Tensor | None] = list(inputs)
             results: list[Tensor | None] = []
             for buffer in self.results:
@@ -372,13 +372,6 @@ class Plan:
                 *arguments,
                 *step.launch.values,
             )
-
-
-def _current(device: torch.device) -> AbstractContextManager:
-    """Return a context in which a device is current."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)
 
 
 def _view(location: Location, bases: list, typed: dict[tuple[int, torch.dtype], Tensor]) -> Tensor:

@@ -9,14 +9,11 @@ that a launch writes, if `is_first`, or adds to. A backward kernel runs without 
 writes sums.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from anemoi_gt.kernels.launch import Launch
-from anemoi_gt.ops.activations import ACTIVATIONS
 from anemoi_gt.ops.tensors import NormOptions
 from anemoi_gt.ops.triton_backend import tiles
-from anemoi_gt.ops.triton_backend.tiles import MAX_FEATURES, NodeTile
 
 
 def norm_forward(
@@ -35,7 +32,7 @@ def norm_forward(
     num_rows : int
         Rows of x, of all batch entries.
     features : int
-        At most MAX_FEATURES, else ValueError.
+        At most MAX_FEATURES, which a program holds in registers.
     norm : NormOptions
     out_stride : int or None
         Elements between rows of `out`; None: `features`.
@@ -46,7 +43,7 @@ def norm_forward(
     """
     from anemoi_gt.kernels import norms_and_activations as kernels
 
-    rows, columns, num_warps = norm_tile(tiles.norm_forward_tile, features)
+    rows, columns, num_warps = tiles.norm_forward_tile(features)
     stride = features if out_stride is None else out_stride
     entries = _entries(num_rows, batch, out_entry_rows)
     scalars = {
@@ -105,7 +102,7 @@ def norm_backward(
     """
     from anemoi_gt.kernels import norms_and_activations as kernels
 
-    rows, columns, num_warps = norm_tile(tiles.norm_backward_tile, features)
+    rows, columns, num_warps = tiles.norm_backward_tile(features)
     stride = features if normed_stride is None else normed_stride
     entries = _entries(num_rows, batch, normed_entry_rows)
     scalars = {
@@ -137,7 +134,7 @@ def head_norm_forward(
     """Return the launch of `head_norm_fwd`: x, scale -> out; strides are elements between nodes."""
     from anemoi_gt.kernels import norms_and_activations as kernels
 
-    pairs, columns, num_warps = norm_tile(tiles.head_norm_tile, channels)
+    pairs, columns, num_warps = tiles.head_norm_tile(channels)
     num_pairs = num_rows * heads
     scalars = {"num_pairs": num_pairs, "eps": float(norm.eps)}
     constants = {
@@ -175,7 +172,7 @@ def head_norm_backward(
     """
     from anemoi_gt.kernels import norms_and_activations as kernels
 
-    pairs, columns, num_warps = norm_tile(tiles.head_norm_tile, channels)
+    pairs, columns, num_warps = tiles.head_norm_tile(channels)
     num_pairs = num_rows * heads
     last_pair = num_pairs + 2 * programs * pairs
     scalars = {"num_pairs": num_pairs, "first_sum": first_sum, "eps": float(norm.eps)}
@@ -204,13 +201,13 @@ def activation_forward(num_rows: int, features: int, activation: str, *, gated: 
     """
     from anemoi_gt.kernels import norms_and_activations as kernels
 
-    rows, columns, num_warps = activation_tile_of(tiles.activation_tile, features)
+    rows, columns, num_warps = tiles.activation_tile(features)
     width = 2 * features if gated else features
     constants = {
         "K": features,
         "COLUMNS": columns,
         "ROWS": rows,
-        "ACTIVATION": checked_activation(activation),
+        "ACTIVATION": activation,
         "GATED": gated,
         "INT64": needs_int64(num_rows + rows, width),
         "num_warps": num_warps,
@@ -238,14 +235,14 @@ def activation_backward(
     from anemoi_gt.kernels import norms_and_activations as kernels
 
     tile_of = tiles.gate_backward_tile if gated else tiles.activation_tile
-    rows, columns, num_warps = activation_tile_of(tile_of, features)
+    rows, columns, num_warps = tile_of(features)
     width = 2 * features if gated else features
     scalars = {"num_rows": num_rows, "first_sum": first_sum}
     constants = {
         "K": features,
         "COLUMNS": columns,
         "ROWS": rows,
-        "ACTIVATION": checked_activation(activation),
+        "ACTIVATION": activation,
         "GATED": gated,
         "SUMS": sums,
         "IS_FIRST": is_first,
@@ -266,36 +263,9 @@ class _Entries(NamedTuple):
 
 
 def _entries(num_rows: int, batch: int, entry_rows: int | None) -> _Entries:
-    if num_rows % batch:
-        raise ValueError(f"num_rows must be a multiple of batch, got {num_rows} and {batch}")
     rows = num_rows // batch
     stride = rows if entry_rows is None else entry_rows
-    if stride < rows:
-        raise ValueError(f"entries of the buffer must have at least {rows} rows, got {stride}")
     return _Entries(max(1, rows), stride, batch > 1 and stride != rows, batch * stride)
-
-
-def norm_tile(tile_of: Callable[[int], NodeTile], features: int) -> NodeTile:
-    """Return the tile of a norm; raise ValueError if a program cannot hold a row."""
-    if not 1 <= features <= MAX_FEATURES:
-        raise ValueError(
-            f"a norm must have 1 to {MAX_FEATURES} features, which a program holds in registers, "
-            f"got {features}; compute it by the module"
-        )
-    return tile_of(features)
-
-
-def activation_tile_of(tile_of: Callable[[int], NodeTile], features: int) -> NodeTile:
-    """Return the tile of an activation; raise ValueError without features."""
-    if features < 1:
-        raise ValueError(f"an activation must have at least 1 feature, got {features}")
-    return tile_of(features)
-
-
-def checked_activation(activation: str) -> str:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    return activation
 
 
 def needs_int64(rows: int, stride: int) -> bool:

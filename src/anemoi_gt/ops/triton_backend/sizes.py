@@ -135,7 +135,6 @@ def sizes_of(
     row_stride: int = 0,
     *,
     holds: Callable[[bool], bool] = bool,
-    fixed_degree_kernels: bool = True,
     int32_limit: int = TUNING.int32_limit,
 ) -> Sizes:
     """Read the sizes of a call from its operands [.., N, H, C] and index tensors.
@@ -148,8 +147,6 @@ def sizes_of(
     holds : callable
         Evaluates a condition on sizes; with symbolic sizes, True only if it holds for every
         admissible value.
-    fixed_degree_kernels : bool
-        Use the kernels for a fixed in-degree where the structure has one.
     int32_limit : int
         See `Tuning`.
     """
@@ -188,7 +185,7 @@ def sizes_of(
         needs_int64=not all(holds(elements < int32_limit) for elements in largest),
         scale=scale,
         dropout_p=dropout_p,
-        fixed_in_degree=degree.shape[0] if degree is not None and fixed_degree_kernels else 0,
+        fixed_in_degree=0 if degree is None else degree.shape[0],
         dst_segment=dst_segment,
         src_segment=src_segment,
         inverse_segment=0 if index.dst_hubs is None else index.dst_hubs.shape[0] // 2,
