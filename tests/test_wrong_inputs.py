@@ -334,6 +334,10 @@ def test_numpy_numbers_and_unbounded_integers_are_allowed():
     (lambda: GraphTransformerConv((6, 6, 6), 8), "in_channels must be an integer or a pair"),
     (lambda: CONV(None, RING), r"x_src must be a tensor .*, got NoneType"),
     (lambda: CONV(X.long(), RING), "x_src must be floating point, got torch.int64; cast it"),
+    (
+        lambda: CONV(X.double(), RING),
+        "x_src must have the dtype of the weights, .*float32, got .*float64",
+    ),
     *(
         (lambda n=n: CONV(X, RING + n), f"source .* in 0 .. 2, .* got values from {n} to {n + 2}")
         for n in (1, -1)
@@ -512,6 +516,10 @@ def test_a_part_of_a_model_names_wrong_arguments(wrong, message):
     ),
     (lambda: model(mapper_chunks="2"), "num_chunks must be an integer, got '2'"),
     (lambda: model()(FIELDS.long()), "x must be floating point, got torch.int64"),
+    (
+        lambda: model()(FIELDS.double()),
+        "x must have the dtype of the weights, .*float32, got .*float64",
+    ),
     (
         lambda: model(graph=spoiled(edge_length=LENGTH * math.nan)),
         "edge_attr must be finite, got NaN or infinity",

@@ -426,6 +426,8 @@ WRONG = [
     (lambda: CONV((X, None), EDGES, ATTRIBUTES), "x_dst must be a tensor .*, got NoneType"),
     (lambda: CONV(X[:, 1:], EDGES, ATTRIBUTES), r"x_src must have shape .*, got \(3, 3\)"),
     (lambda: CONV(X.long(), EDGES, ATTRIBUTES), "x_src must be floating point, got torch.int64"),
+    (lambda: CONV(X.double(), EDGES, ATTRIBUTES), "x_src must have the dtype of the weights"),
+    (lambda: CONV(X, EDGES, ATTRIBUTES.double()), "edge_attr must have the dtype of the weights"),
     (lambda: CONV(X, EDGES, None), "edge_attr must be a tensor .*, got NoneType"),
     (lambda: CONV(X, EDGES, ATTRIBUTES[:, 1:]), r"edge_attr must have shape .*, got \(3, 4\)"),
     (lambda: CONV(X, EDGES, ATTRIBUTES[1:]), r"edge_attr must have 3 rows, .* got \(2, 5\)"),
@@ -443,6 +445,12 @@ WRONG = [
     (
         lambda: CONV(X, GraphStructure.from_edge_index(EDGES, 4), ATTRIBUTES),
         "x must have 4 rows, one per source of the graph",
+    ),
+    (
+        lambda: InteractionBlock(4, 5, config=KernelConfig(precision="bf16")).bfloat16()(
+            X.bfloat16(), EDGES, ATTRIBUTES.bfloat16()
+        ),
+        "with a precision must be float32, got torch.bfloat16; use .*precision=None",
     ),
 ]
 

@@ -38,6 +38,7 @@ from anemoi_gt.nn.input_validation import (
     check_sides,
     check_structure,
     features_of_input,
+    stored_parameter,
 )
 from anemoi_gt.nn.layer_kernels import LayerKernels, cast_for_projections
 from anemoi_gt.nn.mlp import MLP
@@ -322,7 +323,7 @@ class GraphTransformerProcessorBlock(GraphTransformerBaseBlock):
         ValueError
             When features, graph and attributes do not fit together.
         """
-        check_features("x", x, self.channels)
+        check_features("x", x, self.channels, like=stored_parameter(self.lin_query))
         layer = partial(self.update_destinations, self.read_modules(x, cond))
         return map_chunks(layer, graph, (x, x), edge_attr, (cond, cond))
 
@@ -396,7 +397,8 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
         ValueError
             When features, graph and attributes do not fit together.
         """
-        x_src, x_dst = check_sides(x, (self.channels, self.channels))
+        like = stored_parameter(self.lin_query)
+        x_src, x_dst = check_sides(x, (self.channels, self.channels), like)
         conditions = check_conditions(cond)
         modules = self.read_modules(x_dst, conditions[1])
         layer = partial(self.update_destinations, modules)

@@ -19,6 +19,7 @@ from anemoi_gt.nn.input_validation import (
     both_sides,
     check_features,
     check_nodes,
+    stored_parameter,
 )
 from anemoi_gt.nn.plain import ATTENTION, PYG_LINEAR, why_not_plain
 from anemoi_gt.nn.pyg_inputs import is_adjacency, is_sparse_tensor, read_edges, sides_of
@@ -291,7 +292,7 @@ class GraphTransformerConv(MessagePassing):
             if channels == LAZY and isinstance(side, Tensor) and side.shape[-1] == 0:
                 raise ValueError(f"{name} must have at least one feature, got {tuple(side.shape)}")
             known = None if channels == LAZY else channels
-            check_features(name, side, known)
+            check_features(name, side, known, stored_parameter(linear))
         return x_src, x_dst
 
     def _edges(

@@ -2,10 +2,28 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.graph.checks import check_shape, have_size
+
+
+def stored_parameter(module: nn.Module) -> Tensor | None:
+    """Return a tensor that a linear map or network of any class holds, in the dtype of its weights.
+
+    Checks do not read `linear.weight`: adapters may have none, and a parametrised one is computed
+    at each access, where spectral norm takes a step of its power iteration. None without one, as in
+    a quantised module.
+    """
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            return parameter
+    for child in module._modules.values():  # `parameters()` takes ten times as long
+        stored = None if child is None else stored_parameter(child)
+        if stored is not None:
+            return stored
+    return module.__dict__.get("weight")  # replicas of DataParallel hold plain tensors
 
 
 def features_of_input(linear: nn.Module) -> int | None:
@@ -16,8 +34,8 @@ def features_of_input(linear: nn.Module) -> int | None:
     return features
 
 
-def check_features(name: str, features: Tensor, channels: int | None) -> None:
-    """Raise unless `features` is [N, channels] or [B, N, channels], and floating point.
+def check_features(name: str, features: Tensor, channels: int | None, like: Tensor | None) -> None:
+    """Raise unless `features` is [N, channels] or [B, N, channels], in a dtype fit for `like`.
 
     None is any number of channels.
     """
@@ -28,13 +46,20 @@ def check_features(name: str, features: Tensor, channels: int | None) -> None:
         f"[N, {number}] or [B, N, {number}]",
         lambda x: x.dim() in (2, 3) and (channels is None or x.shape[-1] == channels),
     )
-    check_floating_point(name, features)
+    check_dtype(name, features, like)
 
 
-def check_floating_point(name: str, features: Tensor) -> None:
-    """Raise unless `features` is floating point: results are cast to its dtype."""
+def check_dtype(name: str, features: Tensor, like: Tensor | None) -> None:
+    """Raise unless `features` is floating point, and float64 if and only if weights `like` are."""
     if not features.is_floating_point():
         raise ValueError(f"{name} must be floating point, got {features.dtype}; cast it first")
+    if like is None:
+        return
+    if (features.dtype == torch.float64) != (like.dtype == torch.float64):
+        raise ValueError(
+            f"{name} must have the dtype of the weights, {like.dtype}, got {features.dtype}; cast "
+            "it, or the module by .to(dtype)"
+        )
 
 
 def both_sides(in_channels: int | tuple[int, int]) -> tuple[int, int]:
@@ -49,7 +74,7 @@ def both_sides(in_channels: int | tuple[int, int]) -> tuple[int, int]:
     return sides
 
 
-def check_sides(x: tuple, channels: tuple[int, int]) -> tuple:
+def check_sides(x: tuple, channels: tuple[int, int], like: Tensor | None) -> tuple:
     """Return (x_src, x_dst) as a tuple; raise unless both have these channels.
 
     Each is a tensor or a tuple of its columns.
@@ -57,13 +82,15 @@ def check_sides(x: tuple, channels: tuple[int, int]) -> tuple:
     _check_pair("x must be a pair of tensors (x_src, x_dst)", x)
     for name, features, expected in zip(("x_src", "x_dst"), x, channels, strict=True):
         if isinstance(features, tuple):
-            _check_columns(name, features, expected)
+            _check_columns(name, features, expected, like)
         else:
-            check_features(name, features, expected)
+            check_features(name, features, expected, like)
     return tuple(x)
 
 
-def _check_columns(name: str, columns: tuple[Tensor, ...], channels: int) -> None:
+def _check_columns(
+    name: str, columns: tuple[Tensor, ...], channels: int, like: Tensor | None
+) -> None:
     """Raise unless `columns`, [N, F] or [B, N, F] of the same nodes, have `channels` in all."""
     shapes = [
         tuple(column.shape) if isinstance(column, Tensor) else type(column).__name__
@@ -78,7 +105,7 @@ def _check_columns(name: str, columns: tuple[Tensor, ...], channels: int) -> Non
             f"{shapes}"
         )
     for column in columns:
-        check_floating_point(name, column)
+        check_dtype(name, column, like)
 
 
 def check_nodes(graph: GraphStructure, x_src: Tensor, x_dst: Tensor) -> None:

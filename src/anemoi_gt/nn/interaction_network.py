@@ -32,9 +32,10 @@ from anemoi_gt.nn.fused_block import (
 from anemoi_gt.nn.input_validation import (
     both_sides,
     check_batch,
+    check_dtype,
     check_features,
-    check_floating_point,
     check_nodes,
+    stored_parameter,
 )
 from anemoi_gt.nn.layer_kernels import LayerKernels
 from anemoi_gt.nn.mlp import NormedMLP
@@ -197,7 +198,8 @@ class InteractionConv(MessagePassing):
             When x, edges and features do not fit together, or `config` names a backend that cannot
             run.
         """
-        x_src, x_dst = self._sides(x)
+        like = stored_parameter(self.edge_mlp)
+        x_src, x_dst = self._sides(x, like)
         is_one_set = x_src is x_dst
         features: Tensor | None = edge_attr
         graph: GraphStructure | None = None
@@ -217,7 +219,7 @@ class InteractionConv(MessagePassing):
                 check_nodes(graph, x_src, x_dst)
         edge_list: Any = edge_index  # [2, E] where there is no structure
         num_edges = edge_list.shape[1] if graph is None else graph.num_edges
-        edges = self._in_batch(features, num_edges, x_dst)
+        edges = self._in_batch(features, num_edges, x_dst, like)
         dtype = edges.dtype
         with _precision(self.config, x_dst.device):
             x_dst, edges = _read(x_dst, self.config), _read(edges, self.config)
@@ -281,14 +283,21 @@ class InteractionConv(MessagePassing):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.in_channels}, edge_dim={self.edge_dim})"
 
-    def _sides(self, x: Tensor | PairTensor) -> PairTensor:
+    def _sides(self, x: Tensor | PairTensor, like: Tensor | None) -> PairTensor:
         """Return (x_src, x_dst), checked."""
         sides = sides_of(x)
+        if self.config.precision is not None and like is not None and like.dtype != torch.float32:
+            raise ValueError(
+                f"the weights of a layer with a precision must be float32, got {like.dtype}; use "
+                "KernelConfig(precision=None)"
+            )
         for name, side, channels in zip(("x_src", "x_dst"), sides, self.in_channels, strict=True):
-            check_features(name, side, channels)
+            check_features(name, side, channels, like)
         return sides
 
-    def _in_batch(self, edges: Tensor | None, num_edges: int, x_dst: Tensor) -> Tensor:
+    def _in_batch(
+        self, edges: Tensor | None, num_edges: int, x_dst: Tensor, like: Tensor | None
+    ) -> Tensor:
         """Return the features of edges with the batch dimension of nodes, checked."""
         width = self.edge_dim
         wanted = f"[E, {width}] or [B, E, {width}]"
@@ -296,7 +305,7 @@ class InteractionConv(MessagePassing):
             "edge_attr", edges, wanted, lambda x: x.dim() in (2, 3) and x.shape[-1] == width
         )
         assert edges is not None  # or the check would have raised
-        check_floating_point("edge_attr", edges)
+        check_dtype("edge_attr", edges, like)
         batch = x_dst.shape[:-2]
         if not have_size(edges.shape[-2], num_edges) or edges.shape[:-2] not in ((), batch):
             raise ValueError(

@@ -20,7 +20,7 @@ from anemoi_gt.nn.activation_checkpointing import checkpoint_activations
 from anemoi_gt.nn.block import GraphTransformerMapperBlock
 from anemoi_gt.nn.chunking import Chunk, Conditions, Pair, Rows, map_chunks
 from anemoi_gt.nn.fused_block import NOT_FASTER, network, read_linear_layer
-from anemoi_gt.nn.input_validation import check_conditions, check_sides
+from anemoi_gt.nn.input_validation import check_conditions, check_sides, stored_parameter
 from anemoi_gt.nn.interaction_network import InteractionBlock, apply_mlp
 from anemoi_gt.nn.layer_kernels import LayerKernels
 from anemoi_gt.nn.mlp import MLP, NormedMLP, hidden_width
@@ -81,7 +81,8 @@ class BaseMapper(nn.Module):
         edge_attr: Tensor,
         cond: Conditions = (None, None),
     ) -> Tensor:
-        x = check_sides(x, (self.in_channels_src, self.in_channels_dst))
+        like = stored_parameter(self.emb_nodes_dst)
+        x = check_sides(x, (self.in_channels_src, self.in_channels_dst), like=like)
         call = None
         if self.gradient_checkpointing:
             call = partial(checkpoint_activations, device=edge_attr.device, draws=self.draws)

@@ -10,7 +10,7 @@ from torch_geometric.data import HeteroData
 
 from anemoi_gt.graph.checks import check_shape
 from anemoi_gt.kernel_config import KernelConfig
-from anemoi_gt.nn.input_validation import check_floating_point
+from anemoi_gt.nn.input_validation import check_dtype
 from anemoi_gt.nn.mapper import GraphTransformerBackwardMapper, GraphTransformerForwardMapper
 from anemoi_gt.nn.processor import GraphTransformerProcessor
 from anemoi_gt.nn.residual import Residual
@@ -259,7 +259,7 @@ class EncoderProcessorDecoder(nn.Module):
             shape = (self.nodes[name].num_nodes, self.in_channels[name])
             label = "x" if self.has_one_data_set else f"x[{name!r}]"
             check_shape(label, x, f"[B, {shape[0]}, {shape[1]}]", partial(_is_batch_of, shape))
-            check_floating_point(label, x)
+            check_dtype(label, x, like=self.nodes[name].sin_cos_lat_lon)
             if batch not in (None, x.shape[0]):
                 raise ValueError(
                     f"{label} must have the batch size {batch} of the other data sets, got "

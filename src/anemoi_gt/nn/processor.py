@@ -15,7 +15,7 @@ from anemoi_gt.kernel_config import KernelConfig
 from anemoi_gt.nn.activation_checkpointing import checkpoint_activations, chunk_result
 from anemoi_gt.nn.block import GraphTransformerProcessorBlock
 from anemoi_gt.nn.chunking import Chunk
-from anemoi_gt.nn.input_validation import check_features
+from anemoi_gt.nn.input_validation import check_features, stored_parameter
 from anemoi_gt.nn.interaction_network import InteractionBlock, apply_mlp
 from anemoi_gt.nn.layer_kernels import LayerKernels
 from anemoi_gt.nn.mlp import NormedMLP, hidden_width
@@ -130,7 +130,7 @@ class GraphTransformerProcessor(BaseProcessor):
         """
         first = self.proc[0]
         # its device is needed below
-        check_features("x", x, first.channels)
+        check_features("x", x, first.channels, like=stored_parameter(first.lin_query))
         return self.run_groups(_run_transformer, x, graph, edge_attr, cond, device=x.device)
 
 
