@@ -74,7 +74,6 @@ class Call(NamedTuple):
     edge_index: Tensor
     shards: Any  # shard_info, or shapes before 0.15
     batch_size: int
-    size: int | tuple[int, int]
     group: object  # of the ranks that share a model, or None
     cond: Any  # None, or the conditions, in the form of `x`
 
@@ -95,7 +94,7 @@ class Call(NamedTuple):
     ) -> "Call":
         """Read arguments as upstream passes them; others are ignored, as upstream does."""
         shards = shapes if shard_info is None else shard_info
-        return cls(x, edge_attr, edge_index, shards, batch_size, size, model_comm_group, cond)
+        return cls(x, edge_attr, edge_index, shards, batch_size, model_comm_group, cond)
 
 
 def decide(block: Any, x_dst: Tensor, call: Call, *, gathers: bool) -> Decision:
