@@ -317,6 +317,16 @@ def test_a_run_continues_on_another_device_with_its_own_config(tmp_path):
         assert resume(other) == {"config": config}
 
 
+def test_a_run_without_a_checkpoint_starts_again_with_its_own_config(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "config.yaml").write_text("model:\n  channels: 8\n")
+    resume = partial(train.checkpoint_to_resume, tmp_path, writer=ONE_PROCESS, resume=True)
+    assert resume({"model": {"channels": 8}}) is None
+    with pytest.raises(ValueError, match="config.yaml was written with model.channels=8, not 16$"):
+        resume({"model": {"channels": 16}})
+
+
 def test_a_cuda_graph_on_a_cpu_is_refused_before_anything_is_built(refusal, monkeypatch):
     monkeypatch.delattr("anemoi_gt.app.objects.build_data")
     message = "training.cuda_graph must be null or false, got true: device cpu has no CUDA graphs"
