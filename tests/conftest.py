@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.applications import logging_as_before, only_train
+from support.applications import logging_as_before, only_train, without_pictures
 from support.frames import call_in_one_chunk
 from support.garbage import collect_seldom, free_garbage
 from support.schedule import long_first
@@ -137,17 +137,15 @@ def anemoi_as_it_is():
     anemoi.uninstall()
 
 
-@pytest.fixture
-def without_pictures(monkeypatch):
-    """Write an empty file instead of the forecast plot, which takes longer than a small run."""
-    monkeypatch.setattr(
-        "anemoi_gt.app.evaluate_command.draw_training_plot", lambda path, *_: path.touch()
-    )
+@pytest.fixture(name="without_pictures")
+def leave_out_plots(monkeypatch):
+    """Write empty files instead of plots."""
+    without_pictures(monkeypatch)
 
 
 @pytest.fixture(name="only_train")
-def leave_out_plot_and_estimate(monkeypatch):
-    """Train without forecast plot and estimate of memory."""
+def leave_out_plots_and_estimate(monkeypatch):
+    """Train without plots and estimate of memory."""
     only_train(monkeypatch)
 
 

@@ -37,12 +37,20 @@ def logging_as_before():
     root.handlers[:], root.level, logging.raiseExceptions = handlers, level, raises
 
 
-def only_train(patch):
-    """Leave out what takes as long as a small run: the forecast plot, an empty file, and the estimate of memory."""
+def without_pictures(patch):
+    """Write empty files instead of plots, which take longer than a small run."""
     # Imported here, after the tests have switched on Triton's interpreter.
-    from anemoi_gt.app import evaluate_command, train_command
+    from anemoi_gt.app import evaluate_command
 
-    patch.setattr(evaluate_command, "draw_training_plot", lambda path, *_: path.touch())
+    for name in ("draw_training_plot", "draw_rollout_plot"):
+        patch.setattr(evaluate_command, name, lambda path, *_: path.touch())
+
+
+def only_train(patch):
+    """Leave out what takes as long as a small run: plots and the estimate of memory."""
+    from anemoi_gt.app import train_command
+
+    without_pictures(patch)
     patch.setattr(train_command, "estimate_memory", lambda *_: None)
 
 
