@@ -1,6 +1,7 @@
 """Helpers for tests of the applications: the smallest data and graph, restored logging, one-line errors.
 
-Hydra composes every config twice, first to look for a mode, which no config of this library has.
+Hydra composes every config twice, first to look for a mode, which no config of this library has, and
+a third of the time reads YAML in Python.
 """
 
 import logging
@@ -8,9 +9,11 @@ import sys
 from contextlib import contextmanager
 
 import pytest
+import yaml
 from hydra._internal.hydra import Hydra
 
 Hydra.get_mode = lambda *_, **__: None
+yaml.SafeLoader = yaml.CSafeLoader
 
 SMALL = [
     "data.grid_name=O4",
