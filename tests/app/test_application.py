@@ -77,6 +77,7 @@ TINY_9_KM = [
     "model.channels=16",
     "model.checkpoint_groups=1",
     "training.compile=false",
+    "training.steps=1",
 ]
 
 
