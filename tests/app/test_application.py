@@ -82,7 +82,7 @@ TINY_9_KM = [
 
 
 def test_the_9_km_recipe_trains_and_logs_its_memory_estimate(application, without_pictures):
-    folder = application(*TINY_9_KM)
+    folder = application(*TINY_9_KM, "model.mapper_chunks=2")
     log = (folder / "train.log").read_text()
     assert re.search(
         r"memory of a step: about [\d.]+ [kM]B: state .*, working set .*\n(.*\n)*trained", log
