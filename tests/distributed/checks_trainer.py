@@ -27,6 +27,7 @@ from anemoi_gt.distributed import save_checkpoint
 from anemoi_gt.distributed.consensus import run_on_rank0
 from anemoi_gt.distributed.model_shard import shard_model
 from distributed.ranks import (
+    cpu_group,
     device_type,
     everywhere,
     mesh_of,
@@ -83,7 +84,7 @@ def make_sharded(mesh, model, *parts, group=None, divided=False, foreach=True):
     `foreach` is the default on GPUs. On a CPU PyTorch takes a second to plan it for divided parameters.
     """
     shard = shard_model(model, mesh)
-    group = group or dist.new_group(backend="gloo")
+    group = group or cpu_group()
     options = {"mesh": mesh, "group": group, "divide_parameters": divided}
     trainer = make_sharded_trainer(model, shard, *parts, **options)
     for parameters in trainer.step.optimizer.param_groups:
@@ -116,14 +117,13 @@ def losses_of(records):
 def a_signal_to_one_rank_stops_all_and_the_run_has_the_losses_of_one_device_on_another_mesh(
     group, verdict
 ):
-    with SharedStopRequest(dist.new_group(backend="gloo")) as stop:
+    with SharedStopRequest(cpu_group()) as stop:
         verdict.same("signals", [stop.should_stop() for _ in range(3)], [None] * 3)
     with without_default_device():
         world = dist.get_world_size()
         expected = losses_of_one_device() if is_first() else []
         shared = shared_folder(group)
-        options = {"divided": True, "foreach": False}
-        trainer, shard = make_sharded(mesh_of(1, world), *make_parts(shared), **options)
+        trainer, shard = make_sharded(mesh_of(1, world), *make_parts(shared))
         since = trainer.batches.since
 
         def signalled(first):
