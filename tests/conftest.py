@@ -138,8 +138,8 @@ def anemoi_as_it_is():
 
 
 @pytest.fixture(name="without_pictures")
-def leave_out_plot(monkeypatch):
-    """Write an empty file instead of the forecast plot, which takes longer than a small run."""
+def leave_out_plots(monkeypatch):
+    """Write empty files instead of plots."""
     without_pictures(monkeypatch)
 
 

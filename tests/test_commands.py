@@ -124,8 +124,9 @@ def start(words, workdir, monkeypatch):
     application, values = overrides(words) or ("", [])
     small = []
     if application == "train":
-        uses_files = {"data=xarray", "resume=true"} & set(words)
-        small = SMALL_ON_FILES if uses_files else SMALL
+        folders = [word.partition("=")[2] for word in words if word.startswith("hydra.run.dir=")]
+        continues = any((workdir / folder / "last.pt").exists() for folder in folders)
+        small = SMALL_ON_FILES if continues or "data=xarray" in words else SMALL
     if words[0] == "torchrun" or words[1].endswith(".py"):
         program = ["-m", "torch.distributed.run", "--standalone"] if words[0] == "torchrun" else []
         process = Program(*program, *last_of_each([*words[1:], *small]), folder=workdir)

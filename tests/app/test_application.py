@@ -76,11 +76,12 @@ TINY_9_KM = [
     "model.channels=16",
     "model.checkpoint_groups=1",
     "training.compile=false",
+    "training.steps=1",
 ]
 
 
 def test_the_9_km_recipe_trains(application, without_pictures):
-    folder = application(*TINY_9_KM)
+    folder = application(*TINY_9_KM, "model.mapper_chunks=2")
     assert "trained" in (folder / "train.log").read_text()
     assert (folder / "scores.json").exists()
 
@@ -299,6 +300,16 @@ def test_a_run_continues_on_another_device_with_its_own_config(tmp_path):
     ):
         save_checkpoint(tmp_path / "last.pt", {"config": config})
         assert resume(other) == {"config": config}
+
+
+def test_a_run_without_a_checkpoint_starts_again_with_its_own_config(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "config.yaml").write_text("model:\n  channels: 8\n")
+    resume = partial(train.checkpoint_to_resume, tmp_path, writer=ONE_PROCESS, resume=True)
+    assert resume({"model": {"channels": 8}}) is None
+    with pytest.raises(ValueError, match="config.yaml was written with model.channels=8, not 16$"):
+        resume({"model": {"channels": 16}})
 
 
 def test_the_log_of_a_run_on_a_cpu_has_no_word_on_cuda_graphs(application, without_pictures):

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from support.applications import logging_as_before
+from support.picture import assert_every_map_has_content
 
 from anemoi_gt.app import evaluate_command as evaluate
 from anemoi_gt.app import train_command as train
@@ -20,6 +21,18 @@ pytestmark = pytest.mark.application
 
 RUN = ("training.steps=6", "training.valid_every=2", "training.learning_rate=0.1")
 SMALL = [*conftest.SMALL, *RUN]
+
+
+def write_values(path, dataset, sample, forecast, *values):
+    path.write_text(repr((dataset.title(sample), forecast.tolist(), *values)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def values_in_place_of_plots():
+    """Write what would be plotted: drawing it takes longer than a small run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate, "draw_training_plot", write_values)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +73,7 @@ def test_scores_and_plot_of_the_best_checkpoint_equal_the_end_of_training(
 
 
 def test_weights_are_the_averaged_ones_of_a_checkpoint_that_needs_no_other_file(
-    trained, evaluated, without_pictures, tmp_path
+    trained, evaluated, tmp_path
 ):
     state = load_checkpoint(trained / "best.pt")
     for part, value in (("model", float("nan")), ("average", 0.0)):
@@ -71,24 +84,24 @@ def test_weights_are_the_averaged_ones_of_a_checkpoint_that_needs_no_other_file(
     assert model["rmse"] == persistence["rmse"]  # a forecast of no change
 
 
-def test_command_line_overrides_the_config_of_the_run(trained, evaluated, without_pictures):
+def test_command_line_overrides_the_config_of_the_run(trained, evaluated):
     assert (
         scores(evaluated(f"checkpoint={trained / 'best.pt'}", "data.test_size=2"))[0]["samples"]
         == 2
     )
 
 
-def test_rollout_writes_scores_by_lead_time_and_a_plot(
-    trained, evaluated, without_pictures, capsys
+def test_rollout_writes_scores_by_lead_time_and_a_plot_whose_maps_have_content(
+    trained, evaluated, capsys
 ):
-    folder = evaluated(f"checkpoint={trained / 'best.pt'}", "rollout=3")
+    folder = evaluated(f"checkpoint={trained / 'best.pt'}", "rollout=4")
     rollout = scores(folder, "rollout.json")
-    expected = [
-        (name, lead_time) for lead_time in (12.0, 24.0, 36.0) for name in ("model", "persistence")
-    ]
+    lead_times = (12.0, 24.0, 36.0, 48.0)
+    expected = [(name, time) for time in lead_times for name in ("model", "persistence")]
     assert [(s["forecast"], s["lead_time"]) for s in rollout] == expected
     assert rollout[:2] == scores(folder)
     assert f"written: {folder / 'rollout.png'}" in capsys.readouterr().out
+    assert_every_map_has_content(folder / "rollout.png")
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,14 @@ from anemoi_gt.refusal import permanent
 
 ROOT = Path(__file__).parents[2]
 RUN = "import runpy, sys\nsys.argv = ['anemoi_gt', 'info']\nrunpy.run_module('anemoi_gt', run_name='__main__')"
+USE_OPERATION = """
+import torch, anemoi_gt
+graph = anemoi_gt.GraphStructure.from_edge_index(torch.tensor([[0, 1], [1, 0]]), 2)
+x = torch.ones(2, 1, 4, requires_grad=True)
+out, lse = anemoi_gt.edge_attention(x, x, x, graph)
+out.sum().backward()
+print(tuple(x.grad.shape))
+"""
 
 
 def rows(section):
@@ -64,8 +72,9 @@ def test_the_entry_that_replays_training_steps_is_named():
 
 
 @pytest.mark.process
-def test_with_only_torch_everything_else_is_reported_missing():
-    result = run_without(OPTIONAL | set(info.PACKAGES), RUN)
+def test_with_only_torch_the_operation_runs_and_everything_else_is_reported_missing():
+    result = run_without(OPTIONAL | set(info.PACKAGES), USE_OPERATION + RUN)
+    assert result.stdout.startswith("(2, 1, 4)\n"), result.stderr
     assert result.returncode == 0, result.stderr
     for package, extra in info.PACKAGES.values():
         requirement = "anemoi-gt" if extra is None else rf"anemoi-gt\[{extra}\]"

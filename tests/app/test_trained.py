@@ -214,10 +214,12 @@ def test_a_checkpoint_of_0_4_0_is_evaluated_exported_and_continued(trained, star
     assert "\nkernels:\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("change", [lambda t: t + 250, lambda t: t.where(t < 284, -9999)])
-@pytest.mark.parametrize("command", [evaluate, rollout])
+@pytest.mark.parametrize(
+    ("command", "change"),
+    [(evaluate, lambda t: t + 250), (rollout, lambda t: t.where(t < 284, -9999))],
+)
 def test_inputs_far_from_the_training_samples_are_warned_of_once(
-    trained, start, capsys, change, command
+    trained, start, capsys, command, change
 ):
     weather = weather_file()
     start(command, CHECKPOINT, "hydra.run.dir=same")

@@ -18,6 +18,7 @@ from anemoi_gt.nn.plain import BLOCK, why_not_plain
 from distributed.problems import CONFIG, data
 from distributed.problems import mesh as mesh_points
 from distributed.ranks import (
+    cpu_group,
     everywhere,
     mesh_of,
     meshes_with_this_rank,
@@ -56,7 +57,7 @@ def one_model():
 def scattered(mesh, **options):
     """Return this rank's shard of a model that only the first rank holds."""
     whole = make_model(**options).cpu() if dist.get_rank() == 0 else None
-    return scatter_model(whole, mesh, dist.new_group(backend="gloo"))
+    return scatter_model(whole, mesh, cpu_group())
 
 
 def sharded(mesh, **options):
@@ -152,7 +153,7 @@ def a_model_that_one_rank_made_stays_whole_there_and_no_other_rank_gets_all_edge
     if dist.get_rank() == 0:
         whole = make_model().cpu()
         before = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
-    model, _ = scatter_model(whole, one_model(), dist.new_group(backend="gloo"))
+    model, _ = scatter_model(whole, one_model(), cpu_group())
     for parameter in model.parameters():
         parameter.data.fill_(-1.0)
     for name, tensor in before.items():
@@ -253,7 +254,7 @@ def layer_options_that_differ_between_ranks_are_refused(group, verdict):
 @on_all_ranks
 def a_scattered_model_must_come_from_the_first_rank_only(group, verdict):
     mesh = one_model()
-    cpu = dist.new_group(backend="gloo")
+    cpu = cpu_group()
     model = None if dist.get_rank() == 0 else make_model().cpu()
     message = "model must be on the first rank of the mesh"
     verdict.raises(ValueError, message, lambda: scatter_model(model, mesh, cpu))

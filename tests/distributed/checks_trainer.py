@@ -1,11 +1,8 @@
 """Checks on ranks: a sharded trainer has the losses of one device, stops on all ranks, resumes on other meshes."""
 
 import os
-import shutil
 import signal
 import tempfile
-from contextlib import nullcontext
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -17,7 +14,6 @@ from anemoi_gt.app.datasets.sphere_advection import sphere
 from anemoi_gt.app.train_command import checkpoint_to_resume
 from anemoi_gt.app.training import Trainer, TrainingConfig
 from anemoi_gt.app.training.progress import Stopped
-from anemoi_gt.app.training.run_files import MetricsFile
 from anemoi_gt.app.training.run_folder import TORCHRUN
 from anemoi_gt.app.training.sharded import (
     SharedStopRequest,
@@ -31,6 +27,7 @@ from anemoi_gt.distributed import save_checkpoint
 from anemoi_gt.distributed.consensus import run_on_rank0
 from anemoi_gt.distributed.model_shard import shard_model
 from distributed.ranks import (
+    cpu_group,
     device_type,
     everywhere,
     mesh_of,
@@ -87,7 +84,7 @@ def make_sharded(mesh, model, *parts, group=None, divided=False, foreach=True):
     `foreach` is the default on GPUs. On a CPU PyTorch takes a second to plan it for divided parameters.
     """
     shard = shard_model(model, mesh)
-    group = group or dist.new_group(backend="gloo")
+    group = group or cpu_group()
     options = {"mesh": mesh, "group": group, "divide_parameters": divided}
     trainer = make_sharded_trainer(model, shard, *parts, **options)
     for parameters in trainer.step.optimizer.param_groups:
@@ -117,34 +114,43 @@ def losses_of(records):
 
 
 @on_all_ranks
-def a_sharded_trainer_has_the_losses_of_one_device_and_resumes_on_other_meshes(group, verdict):
+def a_signal_to_one_rank_stops_all_and_the_run_has_the_losses_of_one_device_on_another_mesh(
+    group, verdict
+):
+    with SharedStopRequest(cpu_group()) as stop:
+        verdict.same("signals", [stop.should_stop() for _ in range(3)], [None] * 3)
     with without_default_device():
         world = dist.get_world_size()
         expected = losses_of_one_device() if is_first() else []
         shared = shared_folder(group)
-        mesh = mesh_of(1, world)
-        half, _ = make_sharded(mesh, *make_parts(shared), divided=True, foreach=False)
-        # Stop after 2 of 4 steps; the learning rate schedule still has 4.
-        half.config = replace(half.config, steps=2)
-        half.batches.steps = 2
-        with MetricsFile(shared / "metrics.jsonl") if is_first() else nullcontext() as metrics:
-            half.fit(metrics)
-        for shape, divided in (((world // 2, 2), True), ((world, 1), False)):
-            folder = shared.with_name(f"{shared.name}_{shape[1]}")
-            if is_first():
-                shutil.copytree(shared, folder)
-                if shape[1] == 2:
-                    # as if killed between the two renames
-                    (folder / "last").rename(folder / "last.former")
-            dist.barrier()
-            options = {"divided": divided, "foreach": False}
-            trainer, shard = make_sharded(mesh_of(*shape), *make_parts(folder), **options)
-            if shape[1] == 2:
-                trainer._save_checkpoint = lambda *_: None  # the others show what is saved
-            losses = losses_of(fit_sharded(trainer, shard, resume=True))
-            same_losses(verdict, f"resumed on {shape}", losses, expected)
+        trainer, shard = make_sharded(mesh_of(1, world), *make_parts(shared))
+        since = trainer.batches.since
+
+        def signalled(first):
+            for step, batch in enumerate(since(first), first + 1):
+                if dist.get_rank() == world - 1 and step == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                yield batch
+
+        trainer.batches.since = signalled
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            fit_sharded(trainer, shard, resume=False)
+        except Stopped as stopped:
+            # one step after the signal: the ranks read the votes of the step before
+            verdict.same("message", str(stopped), "stopped by SIGTERM after step 3, which is saved")
+        else:
+            verdict.that(holds=False, problem="nothing stopped")
+        verdict.same("handler", signal.getsignal(signal.SIGTERM), before)
         if is_first():
-            model, *parts = make_parts(folder)
+            # as if killed between the two renames
+            (shared / "last").rename(shared / "last.former")
+        dist.barrier()
+        trainer, shard = make_sharded(mesh_of(world // 2, 2), *make_parts(shared))
+        losses = losses_of(fit_sharded(trainer, shard, resume=True))
+        same_losses(verdict, "resumed", losses, expected)
+        if is_first():
+            model, *parts = make_parts(shared)
             best = Trainer(model, *parts).best_model()
             for name, parameter in best.named_parameters():
                 expected_shape = model.get_parameter(name).shape
@@ -166,39 +172,6 @@ def models_draw_different_numbers_and_ranks_of_one_model_the_same(group, verdict
         verdict.same(f"{shape}: draws of a model", draws_per_model, {1})
         verdict.same(f"{shape}: draws", len(set.union(*by_model.values())), shape[0])
         verdict.same(f"{shape}: draws after", len(set(everywhere(float(torch.rand(1)), group))), 1)
-
-
-@on_all_ranks
-def a_signal_to_one_rank_stops_all_after_the_same_step_which_is_saved(group, verdict):
-    with SharedStopRequest(dist.new_group(backend="gloo")) as stop:
-        verdict.same("signals", [stop.should_stop() for _ in range(3)], [None] * 3)
-    with without_default_device():
-        shared = shared_folder(group)
-        world = dist.get_world_size()
-        numbers = {"valid_every": 4}
-        trainer, shard = make_sharded(mesh_of(1, world), *make_parts(shared, **numbers))
-        since = trainer.batches.since
-
-        def signalled(first):
-            for step, batch in enumerate(since(first), first + 1):
-                if dist.get_rank() == world - 1 and step == 2:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                yield batch
-
-        trainer.batches.since = signalled
-        before = signal.getsignal(signal.SIGTERM)
-        try:
-            fit_sharded(trainer, shard, resume=False)
-        except Stopped as stopped:
-            # one step after the signal: the ranks read the votes of the step before
-            verdict.same("message", str(stopped), "stopped by SIGTERM after step 3, which is saved")
-        else:
-            verdict.that(holds=False, problem="nothing stopped")
-        verdict.same("handler", signal.getsignal(signal.SIGTERM), before)
-        trainer, shard = make_sharded(mesh_of(world // 2, 2), *make_parts(shared, **numbers))
-        losses = losses_of(fit_sharded(trainer, shard, resume=True))
-        expected = losses_of_one_device(**numbers) if is_first() else []
-        same_losses(verdict, "continued", losses, expected)
 
 
 @on_all_ranks

@@ -14,6 +14,7 @@ import tempfile
 import traceback
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -133,8 +134,9 @@ def device_type():
     return "cuda" if dist.get_backend() == "nccl" else "cpu"
 
 
+@cache  # ranks connect anew for each group
 def mesh_of(data, model, axes=("data", "model")):
-    """Return a mesh of the first ranks; the others are not in it."""
+    """Return a mesh of the first ranks; the others are not in it. All ranks make it together."""
     ranks = [[row * model + column for column in range(model)] for row in range(data)]
     return DeviceMesh(device_type(), ranks, mesh_dim_names=axes)
 
@@ -145,6 +147,12 @@ def mesh_of_group(group):
     names = ("data", "model")
     ranks = [dist.get_process_group_ranks(group)]
     return DeviceMesh.from_group([alone, group], device_type(), ranks, mesh_dim_names=names)
+
+
+@cache
+def cpu_group():
+    """Return a group of all ranks, which make it together, that communicates from the CPU."""
+    return dist.new_group(backend="gloo")
 
 
 def whole_tensor(tensor):

@@ -120,15 +120,27 @@ def ranks_of(process):
     return sorted(map(int, children))
 
 
+def start_on_two_hosts(hosts, folder, name, ranks, *arguments):
+    """Start some ranks on each of two hosts, enter them in `hosts`, and return them once the run has records."""
+    options = ("sharding=edges", f"sharding.model={2 * ranks}", f"hydra.run.dir={name}")
+    started = []
+    for host in two_hosts():
+        job = torchrun(folder, ranks, *options, *arguments, host=host)
+        started.append(hosts.enter_context(job))
+    end = time.monotonic() + PATIENCE
+    while not steps_in(folder / name) and all(host.is_alive() for host in started):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return started
+
+
 @pytest.fixture(scope="module")
 def stopped(folder):
-    """Output of torchrun for one model on four ranks, one of which received a signal after its first steps."""
-    with torchrun(folder, 4, "sharding=edges", "sharding.model=4") as process:
-        end = time.monotonic() + PATIENCE
-        while not steps_in(folder / "run") and process.is_alive() and time.monotonic() < end:
-            time.sleep(0.02)
-        os.kill(ranks_of(process)[2], signal.SIGTERM)
-        return finish(process)[1]
+    """Outputs of one model on two hosts of two ranks, the second of which received SIGTERM as Slurm sends it."""
+    with ExitStack() as hosts:
+        started = start_on_two_hosts(hosts, folder, "run", 2)
+        os.kill(started[1].pid, signal.SIGTERM)
+        return [finish(host)[1] for host in started]
 
 
 @pytest.fixture(scope="module")
@@ -148,18 +160,18 @@ def continued(folder, stopped):
         return (status, other_status), (output, other_output), before
 
 
-def test_a_signal_to_one_rank_stops_all_with_one_message_that_names_the_folder(folder, stopped):
-    messages = re.findall(
-        r"anemoi_gt.train: stopped by SIGTERM after step (\d+), (.*)$", stopped, re.MULTILINE
-    )
-    assert len(messages) == 1, stopped
+def test_a_signal_to_one_host_stops_both_with_one_message_that_names_the_folder(folder, stopped):
+    output, other = stopped
+    pattern = r"anemoi_gt.train: stopped by SIGTERM after step (\d+), which is saved: (.*)$"
+    messages = re.findall(pattern, output, re.MULTILINE)
+    assert len(messages) == 1, output
+    assert "stopped by" not in other, other
     ((step, rest),) = messages
-    assert steps_in(folder / "run")[-1] == int(step), stopped
-    remedy = f"resume=true hydra.run.dir={folder / 'run'} continues the run"
-    assert rest == f"which is saved: {remedy}"
-    assert set(re.findall(r"exitcode *: (-?\d+)", stopped)) == {"143"}, (
-        stopped
-    )  # the exit status after SIGTERM
+    assert steps_in(folder / "run")[-1] == int(step), output
+    assert load_values(folder / "run" / "last", "step") == int(step)
+    assert rest == f"resume=true hydra.run.dir={folder / 'run'} continues the run"
+    # the exit status after SIGTERM, of ranks that received none
+    assert set(re.findall(r"exitcode *: (-?\d+)", output)) == {"143"}, output
 
 
 def test_two_hosts_with_a_model_each_resume_the_run_of_one_model_on_four_ranks(folder, continued):
@@ -187,49 +199,10 @@ def test_only_one_rank_shows_the_progress_bar_which_counts_steps(continued):
     assert not re.findall(r"\d+/12 ", other), other
 
 
-def started_on_two_hosts(hosts, folder, name, *arguments):
-    """Start a rank on each of two hosts, enter them in `hosts`, and return them once the run has records."""
-    options = ("training.device=cpu", f"hydra.run.dir={name}", *arguments)
-    started = [
-        hosts.enter_context(torchrun(folder, 1, *options, host=host)) for host in two_hosts()
-    ]
-    end = time.monotonic() + PATIENCE
-    while not steps_in(folder / name) and all(host.is_alive() for host in started):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    return started
-
-
-@pytest.fixture(scope="module")
-def stopped_hosts(folder):
-    """Outputs of one model on two hosts, the second of which received SIGTERM as Slurm sends it."""
-    arguments = ("sharding=edges", "sharding.model=2", "training.steps=4000")
-    with ExitStack() as hosts:
-        started = started_on_two_hosts(hosts, folder, "stopped_hosts", *arguments)
-        os.kill(started[1].pid, signal.SIGTERM)
-        return [finish(host)[1] for host in started]
-
-
-def test_a_signal_to_one_host_stops_both_and_the_message_names_the_folder(folder, stopped_hosts):
-    run = folder / "stopped_hosts"
-    message = re.search(r"stopped by SIGTERM after step (\d+), .*saved: (.*)", stopped_hosts[0])
-    assert message, stopped_hosts
-    assert load_values(run / "last", "step") == int(message[1])
-    assert message[2] == f"resume=true hydra.run.dir={run} continues the run"
-
-
-def test_a_run_does_not_continue_on_ranks_that_its_sharding_does_not_divide(folder, stopped_hosts):
-    with torchrun(folder, 1, "hydra.run.dir=stopped_hosts", "resume=true") as process:
-        status, output = finish(process)
-    assert status != 0
-    message = "anemoi_gt.train: sharding.model must divide the number of ranks 1, got 2"
-    assert message in output, output
-
-
 def test_the_error_of_a_host_that_lost_the_other_says_so(folder):
+    options = ("training.device=cpu", "training.steps=4000")
     with ExitStack() as hosts:
-        arguments = ("sharding=edges", "sharding.model=2", "training.steps=4000")
-        first, second = started_on_two_hosts(hosts, folder, "lost_host", *arguments)
+        first, second = start_on_two_hosts(hosts, folder, "lost_host", 1, *options)
         for process in (second.pid, *ranks_of(second)):
             os.kill(process, signal.SIGKILL)
         status, output = finish(first)
@@ -250,36 +223,19 @@ def test_a_job_in_the_folder_of_another_run_is_refused_on_all_ranks_with_one_mes
     assert files == {".lock", ".lock.owner", "train.log"}
 
 
-SEEDS = "training.seed='${oc.decode:${oc.env:RANK}}'"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message", "reporting"),
-    [
-        (SEEDS, "seed must be the same on all ranks, got 1 on rank 1 and 0 on rank 0", ["0"]),
-        (
-            "training.batch_size=3",
-            "batch_size must be a multiple of the 2 ranks of the data axis, got 3",
-            ["0", "1"],
-        ),
-    ],
-    ids=["seed", "batch"],
-)
-def test_a_config_that_ranks_cannot_share_is_refused_before_anything_is_built(
-    folder, arguments, message, reporting
-):
+def test_a_config_that_ranks_cannot_share_is_refused_before_anything_is_built(folder):
     # The data set cannot be built either, which no rank reports.
-    options = [*arguments.split(), "data.grid_name=nowhere", "hydra.run.dir=unshared"]
+    seeds = "training.seed='${oc.decode:${oc.env:RANK}}'"
+    options = (seeds, "data.grid_name=nowhere", "hydra.run.dir=unshared")
     with torchrun(folder, 2, *options) as process:
         status, output = finish(process)
     reports = re.findall(r"^\[rank(\d)\]: anemoi_gt.train: (.*)$", output, re.MULTILINE)
-    ranks = sorted(rank for rank, _ in reports)
+    message = "training.seed must be the same on all ranks, got 1 on rank 1 and 0 on rank 0"
     assert status != 0, output
-    assert {text for _, text in reports} == {f"training.{message}"}, output
     # One rank reports a consensus, and torchrun ends the others as soon as a rank has ended.
-    assert ranks in (reporting, reporting[:1], reporting[1:]), output
+    assert reports == [("0", message)], output
     last = [line for line in output.splitlines() if line.strip(" =")][-1]
-    assert last == f"  traceback : training.{message}", output
+    assert last == f"  traceback : {message}", output
     assert output.count("Traceback") == 1, output  # of torchrun
 
 
@@ -293,18 +249,15 @@ def test_one_process_cannot_divide_a_model(monkeypatch):
         train.prepare(OmegaConf.create({"sharding": sharding, "explain": None}))
 
 
+SHARDED = (*OF_TWO_RANKS, "sharding=edges", "sharding.model=2")
+
+
 @contextmanager
-def failing(folder, kind, restarts, *arguments, rank=1):
-    """Start a job of two ranks, one of which fails before step 6; yield its process and run folder."""
+def failing(folder, kind, restarts, *arguments):
+    """Start a job of two ranks, the second of which fails before step 6; yield its process and run folder."""
     run = folder / kind
-    script = [f"--max-restarts={restarts}", str(HERE / "failing_rank.py"), kind, str(rank), "6"]
-    options = [
-        *OF_TWO_RANKS,
-        "sharding=edges",
-        "sharding.model=2",
-        f"hydra.run.dir={run}",
-        *arguments,
-    ]
+    script = [f"--max-restarts={restarts}", str(HERE / "failing_rank.py"), kind, "1", "6"]
+    options = (f"hydra.run.dir={run}", *arguments)
     with torchrun(folder, 2, *options, script=script) as process:
         yield process, run
 
@@ -312,7 +265,7 @@ def failing(folder, kind, restarts, *arguments, rank=1):
 @pytest.fixture(scope="module", autouse=True)
 def frozen(folder):
     """A job with a frozen rank, started before the other tests: it takes most of a minute to end."""
-    with failing(folder, "frozen", 0, f"sharding.timeout={TIMEOUT}") as job:
+    with failing(folder, "frozen", 0, *SHARDED, f"sharding.timeout={TIMEOUT}") as job:
         yield job
 
 
@@ -332,7 +285,7 @@ def assert_checkpoint_is_whole(folder, step):
 @pytest.fixture(scope="module")
 def raised(folder):
     """Run folder and outcome of a job in which a rank raised; it trains a graph network."""
-    with failing(folder, "raising", 0, "model=graph_network") as (process, run):
+    with failing(folder, "raising", 0, *SHARDED, "model=graph_network") as (process, run):
         return run, *outcome(process)
 
 
@@ -346,27 +299,24 @@ def test_a_rank_that_raises_ends_the_job_at_once_and_torchrun_reports_the_error(
     assert_checkpoint_is_whole(run, 4)
 
 
-def test_a_run_that_is_resumed_without_a_sharding_option_keeps_its_sharding(folder, raised):
-    run = folder / "without sharding"
-    shutil.copytree(raised[0] / "last", run / "last")
-    with torchrun(folder, 2, *OF_TWO_RANKS, f"hydra.run.dir='{run}'", "resume=true") as process:
-        status, output = finish(process)
-    assert status == 0, output
-    assert "2 ranks, 2 of them for a model" in output, output
-    model = load_values(run / "last", "config")["model"]
-    assert model["processor"]["_target_"] == "anemoi_gt.nn.GNNProcessor"
-    sharding = load_values(run / "last", "config")["sharding"]
-    expected = {"strategy": "edges", "model": 2, "parameters": False, "timeout": 300.0}
-    assert sharding == expected
-
-
-def test_a_killed_rank_ends_all_at_once_and_a_restart_continues_from_the_checkpoint(folder):
-    with failing(folder, "killed", 1, "resume=true") as (process, run):
+def test_a_killed_rank_ends_all_at_once_and_a_restart_continues_with_the_sharding_of_the_run(
+    folder, raised
+):
+    # the run of the rank that raised, which no option divides among ranks
+    (folder / "killed").mkdir()
+    shutil.copytree(raised[0] / "last", folder / "killed" / "last")
+    shutil.copy(raised[0] / "metrics.jsonl", folder / "killed")
+    with failing(folder, "killed", 1, *OF_TWO_RANKS, "resume=true") as (process, run):
         status, output, seconds = outcome(process, until="restarted")
     assert status == 0, output
     assert seconds < BUSY, output
     assert steps_in(run) == list(range(1, 13))
     assert (run / "scores.json").exists()
+    assert "2 ranks, 2 of them for a model" in output, output
+    config = load_values(run / "last", "config")
+    assert config["model"]["processor"]["_target_"] == "anemoi_gt.nn.GNNProcessor"
+    expected = {"strategy": "edges", "model": 2, "parameters": False, "timeout": 300.0}
+    assert config["sharding"] == expected
 
 
 def test_a_frozen_rank_ends_the_job_within_the_timeout_and_the_time_to_kill_it(frozen):

@@ -6,7 +6,7 @@ from support.weather import hourly_field
 
 from anemoi_gt.app.datasets import sphere_advection as module
 from anemoi_gt.app.datasets.era5_uk import split
-from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset
+from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset, share_of_batch
 from anemoi_gt.app.datasets.sphere_advection import sphere
 
 ROWS = torch.tensor([5, 0, 3])
@@ -57,3 +57,9 @@ def test_other_data_sets_select_the_rows_of_whole_samples(splits):
         assert torch.equal(local, field[ROWS])
     assert len(part) == len(whole)
     assert torch.equal(part.weights, whole.weights[ROWS])
+
+
+def test_a_batch_that_ranks_cannot_share_is_refused():
+    message = "^training.batch_size must be a multiple of the 2 ranks of the data axis, got 3$"
+    with pytest.raises(ValueError, match=message):
+        share_of_batch(3, 2)

@@ -1,6 +1,7 @@
 """Helpers for tests of the applications: the smallest data and graph, restored logging, one-line errors.
 
-Hydra composes every config twice, first to look for a mode, which no config of this library has.
+Hydra composes every config twice, first to look for a mode, which no config of this library has, and
+a third of the time reads YAML in Python.
 """
 
 import logging
@@ -8,9 +9,11 @@ import sys
 from contextlib import contextmanager
 
 import pytest
+import yaml
 from hydra._internal.hydra import Hydra
 
 Hydra.get_mode = lambda *_, **__: None
+yaml.SafeLoader = yaml.CSafeLoader
 
 SMALL = [
     "data.grid_name=O4",
@@ -38,11 +41,12 @@ def logging_as_before():
 
 
 def without_pictures(patch):
-    """Write an empty file instead of the forecast plot, which takes longer than a small run."""
+    """Write empty files instead of plots, which take longer than a small run."""
     # Imported here, after the tests have switched on Triton's interpreter.
     from anemoi_gt.app import evaluate_command
 
-    patch.setattr(evaluate_command, "draw_training_plot", lambda path, *_: path.touch())
+    for name in ("draw_training_plot", "draw_rollout_plot"):
+        patch.setattr(evaluate_command, name, lambda path, *_: path.touch())
 
 
 def train_in(folder, *arguments):

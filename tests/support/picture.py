@@ -18,3 +18,12 @@ def fewest_colours(pixels, rows, columns, across):
         left, right = column * width // across, (column + 1) * width // across
         numbers.append(len(np.unique(pixels[top:bottom, left:right])))
     return min(numbers)
+
+
+def assert_every_map_has_content(path):
+    """Assert that the plot of a rollout of four steps or more has a size to read, and three rows of four maps."""
+    pixels = colours(path)
+    height, width = pixels.shape
+    assert 1600 <= width <= 3000
+    assert 800 <= height <= 1600
+    assert fewest_colours(pixels, 3, 4, across=6) > 30

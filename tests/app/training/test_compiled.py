@@ -102,7 +102,7 @@ def test_validation_and_the_best_model_are_not_compiled(run, compiled_graphs):
 
 
 @pytest.mark.parametrize(("precision", "checkpointed"), [("32-true", False), ("bf16-mixed", True)])
-def test_compiled_steps_agree_with_eager_ones_to_rounding(
+def test_compiled_steps_agree_with_eager_ones_to_rounding_and_captured_ones_have_their_bits(
     make_step, trained, precision, checkpointed
 ):
     options = {"num_layers": 2, "precision": precision}
@@ -111,6 +111,10 @@ def test_compiled_steps_agree_with_eager_ones_to_rounding(
     compiled = trained(make_step(compile=True, **options))
     eager = trained(make_step(compile=False, **options))
     torch.testing.assert_close(compiled, eager)
+    captured = make_step(compile=True, **options)
+    captured.capture(capture_in_place)
+    assert_same(trained(captured), compiled)
+    assert compiled_parts(captured.model)
 
 
 @pytest.mark.parametrize("has_messages", [False, True])
@@ -154,13 +158,6 @@ def test_chunks_of_a_mapper_share_compiled_code(make_step, splits, compiled_grap
     # processor, end of the decoder, and encoder and decoder, which share code since PyTorch 2.15
     assert compiled_graphs() == (3 if TORCH >= (2, 15) else 4)
     torch.testing.assert_close(loss, expected)
-
-
-def test_captured_compiled_steps_have_the_bits_of_compiled_ones(make_step, trained):
-    uncaptured, captured = (make_step(compile=True, precision="bf16-mixed") for _ in range(2))
-    captured.capture(capture_in_place)
-    assert_same(trained(captured), trained(uncaptured))
-    assert compiled_parts(captured.model)
 
 
 def test_a_model_without_blocks_is_refused_before_a_step(make_step):

@@ -60,7 +60,7 @@ def captured(line):
     return CUDAGraphedStep(line, line.parameters(), CPU, capture_in_place, REMEDY)
 
 
-@pytest.mark.parametrize("precision", AUTOCAST)
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_captured_steps_have_the_bits_of_eager_ones(make_trainer, precision):
     plain, captured = (make_trainer(name, precision=precision) for name in ("plain", "captured"))
     captured.step.capture(capture_in_place)

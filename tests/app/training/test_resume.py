@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from support.capturing import capture_in_place, without_inductor
+from support.capturing import capture_in_place
 
 from anemoi_gt.app.datasets.forecast_dataset import TrainingBatches
 from anemoi_gt.app.training.progress import Stopped, StopRequest
@@ -83,7 +83,7 @@ def stop(trainer, after=STOP_AFTER, number=signal.SIGTERM):
     return stopped.value
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_a_run_that_is_stopped_twice_ends_with_the_same_bits(trainer, precision):
     whole = trainer("whole", precision=precision)
     records = fit(whole)
@@ -109,16 +109,6 @@ def test_a_cuda_graph_that_is_switched_off_or_on_at_a_stop_changes_no_bit(traine
     parts[not captured_first].step.capture(capture_in_place)
     stop(parts[0])
     assert without_speed(fit(load(parts[1]))) == without_speed(records)
-
-
-def test_compilation_that_is_switched_off_at_a_stop_changes_only_rounding(trainer):
-    with without_inductor("eager"):
-        records, compiled = fit(trainer("whole")), trainer("run", compile=True)
-        stop(compiled)
-    losses = [
-        [record["loss"] for record in of_run] for of_run in (fit(load(trainer("run"))), records)
-    ]
-    torch.testing.assert_close(*map(torch.tensor, losses))
 
 
 def test_samples_that_draw_from_global_generators_continue_too(trainer, splits):
