@@ -101,8 +101,9 @@ def test_shapes_beyond_one_tile_are_as_accurate(name, dtype, shape, kernel_devic
     )
 
 
-@pytest.mark.parametrize(("name", "segment"), [("isolated", None), ("both", 2)])
-@pytest.mark.parametrize("form", ["raw", "embedded"])
+@pytest.mark.parametrize(
+    ("name", "segment", "form"), [("isolated", None, "embedded"), ("both", 2, "raw")]
+)
 def test_another_run_and_64_bit_offsets_and_indices_give_the_same_bits(
     name, segment, form, kernel_device
 ):
