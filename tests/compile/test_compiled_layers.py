@@ -51,12 +51,7 @@ def test_a_layer_trains_in_one_graph(name):
     assert_trains(make_layer(name), sample_for(name, SIZES[0]))
 
 
-def test_a_layer_trains_in_one_graph_with_kernels(kernel_device):
-    sample = sample_for("processor_block", (4, 4, 9, 1), kernel_device)
-    assert_trains(make_layer("processor_block", "triton", kernel_device), sample)
-
-
-CONFIGS = [KernelConfig(), KernelConfig(precision="bf16"), KernelConfig("torch", "fp16")]
+CONFIGS = [KernelConfig(), KernelConfig("torch", "fp16")]
 
 
 @pytest.mark.parametrize(
@@ -75,13 +70,6 @@ def test_a_layer_infers_in_one_graph(name):
     with torch.inference_mode():
         actual, expected = (call(f, sample.graph, sample.tensors) for f in (compiled, layer))
     torch.testing.assert_close(actual, expected)
-
-
-def test_inference_after_training_records_nothing():
-    sample, compiled = sample_for("conv", SIZES[0]), compile_layer(make_layer("conv"))
-    assert call(compiled, sample.graph, sample.leaves()).requires_grad
-    with torch.no_grad():
-        assert not call(compiled, sample.graph, sample.leaves()).requires_grad
 
 
 @torch._dynamo.config.patch(
@@ -126,15 +114,16 @@ def test_checkpointing_and_compilation_work_together_with_dropout(where):
     )
 
 
-@pytest.mark.parametrize("where", ["around", "inside"])
-def test_autocast_gives_the_bits_of_eager(where):
+def test_autocast_gives_the_bits_of_eager():
     layer, sample = make_layer("processor_block"), sample_for("processor_block", SIZES[0])
 
     def cast(function, leaves):
         with torch.autocast("cpu", torch.bfloat16):
             return call(function, sample.graph, leaves)
 
-    actual = support.differentiate_seeded(layer, compiled_with(layer, cast, where), sample.tensors)
+    actual = support.differentiate_seeded(
+        layer, compiled_with(layer, cast, "inside"), sample.tensors
+    )
     expected = support.differentiate_seeded(
         layer, lambda leaves: cast(layer, leaves), sample.tensors
     )

@@ -85,7 +85,10 @@ def run(case, backend, device):
 def judge(case, judged):
     """Assert that a case meets the accuracy criterion."""
     __tracebackhide__ = True
-    assert_within(*judged, case.dtype)
+    try:
+        assert_within(*judged, case.dtype)
+    except AssertionError as error:
+        raise AssertionError(f"{case}: {error}") from None
 
 
 def problems(case):
