@@ -20,7 +20,6 @@ BLOCKS = ("GraphTransformerProcessorBlock", "GraphTransformerMapperBlock")
 WHOLE = ("GraphTransformerProcessor", "GraphTransformerForwardMapper")
 ATTENTION = "anemoi_gt.edge_attention_torch.default"
 ACTIVATION = "aten.gelu.default"
-MODES = ("none", "full")
 
 
 graph = pytest.fixture(weather_graph, scope="module")  # 30 data points, 11 hidden nodes
@@ -59,8 +58,7 @@ def flat(numbers):
     return {"output": output} | gradients
 
 
-@pytest.mark.parametrize("conv", ["pyg", "triton"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "conv"), [("none", "pyg"), ("full", "triton")])
 def test_modes_have_the_same_bits_and_compute_once_unless_full(graph, expected, mode, conv):
     numbers, counts = expected
     with anemoi.install(activation_checkpointing=mode), Operators() as calls:
@@ -84,8 +82,6 @@ def test_hooks_on_saved_tensors_may_copy_them(graph, expected, mode):
 @pytest.mark.parametrize(
     ("switches", "modes"),
     [
-        ((), None),
-        (("processor",), None),
         (("encoder", "decoder"), None),
         (("processor", "encoder", "decoder"), {"processor": "none", "decoder": None}),
     ],
