@@ -373,16 +373,14 @@ UNFUSED = {
 }
 
 
-@pytest.mark.compiled
 @pytest.mark.parametrize("reason", UNFUSED)
 def test_edges_are_embedded_where_their_weight_is_not_all(inputs, attentions, said, reason):
-    torch.compiler.reset()
     block = make_block()
     UNFUSED[reason](block)
-    expected, compiled = run(block, inputs), torch.compile(block, backend="eager")
+    expected = run(block, inputs)
     with integration.install():
-        for forward in (block, compiled, block):
-            assert_same_numbers(run(block, inputs, forward), expected)
+        for _ in range(2):
+            assert_same_numbers(run(block, inputs), expected)
     assert len(attentions[0]) == 5
     assert attentions[0][4].shape == (len(inputs[1]), 2, 8)
     (message,) = said()
