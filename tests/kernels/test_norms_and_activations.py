@@ -8,6 +8,7 @@ import torch
 from support.compiling import lines_of
 from support.ir import narrow_offsets
 from support.nightly import nightly
+from support.pairwise import pairwise
 from support.releases import TRITON
 from torch.nn import functional
 
@@ -110,10 +111,16 @@ def norm_parameters(draw, num_rows, features, form, dtype):
 FORMS = ("scale and shift", "scale", "shift", "neither", "modulated")
 
 
-@pytest.mark.parametrize("norm", NORMS, ids=["layer norm", "RMSNorm"])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("features", FEATURES)
-@pytest.mark.parametrize("num_rows", ROWS)
+def pairs(**columns):
+    """Parametrise a test over rows in which every two values of two columns meet."""
+    cases = [tuple(row[name] for name in columns) for row in pairwise(**columns)]
+    return pytest.mark.parametrize(tuple(columns), cases)
+
+
+of_norms = pairs(num_rows=ROWS, features=FEATURES, form=FORMS, norm=NORMS)
+
+
+@of_norms
 def test_norm_equals_pytorchs(draw, poisoned, num_rows, features, form, norm):
     x = draw(num_rows, features)
     parameters = norm_parameters(draw, num_rows, features, form, torch.float32)
@@ -216,10 +223,7 @@ def run_norm_backward(
     assert not partial[:, -3:].any()
 
 
-@pytest.mark.parametrize("norm", NORMS, ids=["layer norm", "RMSNorm"])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("features", FEATURES)
-@pytest.mark.parametrize("num_rows", ROWS)
+@of_norms
 def test_gradients_of_a_norm_equal_pytorchs(
     draw, poisoned, make_partial, num_rows, features, form, norm
 ):
@@ -227,10 +231,12 @@ def test_gradients_of_a_norm_equal_pytorchs(
     run_norm_backward(*fixtures, num_rows, features, form, *[torch.float32] * 3, norm)
 
 
-@pytest.mark.parametrize("form", ["scale and shift", "modulated"])
-@pytest.mark.parametrize("total_dtype", [None, *DTYPES])
-@pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pairs(
+    form=("scale and shift", "modulated"),
+    total_dtype=(None, *DTYPES),
+    residual_dtype=(torch.float32, torch.bfloat16),
+    dtype=(torch.float16, torch.bfloat16),
+)
 def test_gradients_of_a_norm_with_any_dtypes(
     draw, poisoned, make_partial, form, total_dtype, residual_dtype, dtype
 ):
@@ -323,13 +329,16 @@ def test_norm_of_more_features_than_a_tile(draw, poisoned, make_partial, feature
 # norms of heads
 
 
-@pytest.mark.parametrize("norm", NORMS, ids=["layer norm", "RMSNorm"])
-@pytest.mark.parametrize("has_scale", [True, False], ids=["scale", "no scale"])
-@pytest.mark.parametrize(("heads", "channels"), [(1, 1), (3, 5), (4, 32), (16, 64), (2, 67)])
-@pytest.mark.parametrize("num_rows", ROWS)
+@pairs(
+    num_rows=ROWS,
+    shape=((1, 1), (3, 5), (4, 32), (16, 64), (2, 67)),
+    has_scale=(True, False),
+    norm=NORMS,
+)
 def test_head_norm_and_its_gradients(
-    draw, poisoned, make_partial, num_rows, heads, channels, has_scale, norm
+    draw, poisoned, make_partial, num_rows, shape, has_scale, norm
 ):
+    heads, channels = shape
     packed = draw(num_rows, 3 * heads * channels)  # query, key, value
     key = packed[:, heads * channels : 2 * heads * channels]
     scale, out = draw(channels) if has_scale else None, poisoned(num_rows, heads, channels)

@@ -212,8 +212,10 @@ def test_auto_selects_the_operators_only_in_16_bits(monkeypatch, kernel_device):
     assert names == [[], OPERATORS]
 
 
-@pytest.mark.parametrize("kind", (GraphConvProcessorBlock, GraphConvMapperBlock))
-@pytest.mark.parametrize("implementation", ("mlp", "swiglu"))
+@pytest.mark.parametrize(
+    ("kind", "implementation"),
+    ((GraphConvProcessorBlock, "mlp"), (GraphConvMapperBlock, "swiglu")),
+)
 @both
 @pytest.mark.filterwarnings("ignore:mlp_implementation")
 def test_weights_of_anemois_block_give_its_numbers(backend, implementation, kind, kernel_device):

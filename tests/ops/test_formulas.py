@@ -1,7 +1,5 @@
 """Operators of sub-layers, all by the same properties: accuracy against float64, registration, chunks, needs, what is kept."""
 
-from functools import partial
-
 import pytest
 import torch
 from support import networks, sublayers
@@ -94,30 +92,6 @@ def test_products_over_aligned_rows_and_those_beyond_are_as_accurate(name, kerne
             case = CASE[name] | {"hidden": hidden, "sizes": sizes}
             add_case(corpus, name, kernel_device, torch.float16, **case)
     corpus.assert_accurate()
-
-
-@pytest.mark.compiled
-@pytest.mark.parametrize("name", ("network", "attention"))  # interactions in a block
-def test_a_compiled_call_gives_the_bits_of_an_eager_one_and_so_does_another(name, kernel_device):
-    torch.compiler.reset()
-    call = DRAW[name](kernel_device, **CASE[name]).ours.func
-    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
-    sizes = sublayers.SMALL if name == "attention" else SIZES
-    for rows in (11, 7):  # no other size is equal to the first, with which it would be unified
-        changed = {"rows": rows, "edges": rows}
-        changed = {field: size for field, size in changed.items() if field in sizes._fields}
-        problem = DRAW[name](kernel_device, **CASE[name], sizes=sizes._replace(**changed))
-        keywords = problem.ours.keywords
-        if problem.graph is not None:
-            keywords = keywords | {"graph": problem.graph.with_reverse()}
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            eager, again, traced = (
-                results_of(problem, None, partial(function, **keywords))
-                for function in (call, call, compiled)
-            )
-        for result, expected in eager.items():
-            assert torch.equal(again[result], expected), result
-            assert torch.equal(traced[result], expected), result
 
 
 @ALL

@@ -45,18 +45,17 @@ def operator_arguments(problem, graph):
 
 
 @pytest.mark.parametrize(
-    ("name", "form", "shape"),
+    ("name", "form", "shape", "has_batch"),
     [
-        ("isolated", "raw", (2, 4, 3)),
-        ("isolated", "embedded", (6, 10, 3)),
-        ("one_edge", "none", (3, 5, 1)),
-        ("no_destinations", "raw", (1, 1, 1)),
-        ("duplicates", "raw_without_bias", (1, 1, 1)),
-        ("one_each", "raw", (2, 3, 5)),
-        ("no_edges", "raw", (2, 2, 2)),
+        ("isolated", "raw", (2, 4, 3), True),
+        ("isolated", "embedded", (6, 10, 3), False),
+        ("one_edge", "none", (3, 5, 1), True),
+        ("no_destinations", "raw", (1, 1, 1), False),
+        ("duplicates", "raw_without_bias", (1, 1, 1), False),
+        ("one_each", "raw", (2, 3, 5), True),
+        ("no_edges", "raw", (2, 2, 2), True),
     ],
 )
-@pytest.mark.parametrize("has_batch", [True, False])
 @pytest.mark.usefixtures("filled_padding")
 def test_forward_and_backward_operators_are_registered(
     problem_and_graph, name, form, shape, has_batch

@@ -167,9 +167,6 @@ def compare(model):
     attending.edge_attention = attend
     for name in ours:
         assert torch.equal(again[name], ours[name]), f"{name} differs in a second pass"
-    again = differentiate(model)
-    for name in theirs:
-        assert torch.equal(again[name], theirs[name]), f"{name} has changed after uninstall"
     return {
         "error": max_error(ours, theirs),
         "raw": raw,
@@ -397,9 +394,8 @@ def report_all():
     if VERSION < (0, 19):
         report["AIFS"] = compare(build())
         report["without flash-attn"] = without_flash_attn()
-        report["one chunk"] = compare(build(chunks=1))
-        report["heads"] = compare(build(shard_strategy="heads"))
-        report["graph transformer"] = compare(build("GraphTransformer"))
+        heads = build("GraphTransformer", chunks=1, shard_strategy="heads")
+        report["graph transformer"] = compare(heads)
     return report
 
 

@@ -179,8 +179,8 @@ def calling(block):
 
 
 @contextmanager
-def of_class(block, index):
-    linear = linears_of(block)[index]
+def of_class(block):
+    linear = linears_of(block)[0]
     plain = linear._parameters["weight"]
     noisy = plain.data.as_subclass(Noisy)
     linear._parameters["weight"] = noisy
@@ -253,13 +253,11 @@ EDITS = {
     "torch.nn.functional.linear": patching(F, "linear"),
     "torch.nn.functional.layer_norm": patching(F, "layer_norm"),
     "torch.nn.functional.gelu": patching(F, "gelu"),
-    "torch.nn.functional.silu": patching(F, "silu"),
     "softmax of PyG's TransformerConv": patching(transformer_conv, "softmax"),
     "softmax of Anemoi's attention": patching(anemoi_conv, "softmax"),
     "scatter of Anemoi's edge update": patching(anemoi_conv, "scatter"),
     "nn.Module.__call__": calling,
-    "a parameter with a __torch_function__": lambda block: of_class(block, 0),
-    "the last one with a __torch_function__": lambda block: of_class(block, -1),
+    "a parameter with a __torch_function__": of_class,
     "a hook of all modules": with_global_hook,
     "forward hooks": hooking("register_forward_hook", lambda module, args, out: 1.1 * out),
     "forward pre-hooks": hooking(

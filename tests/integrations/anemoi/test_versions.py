@@ -21,7 +21,7 @@ from anemoi_gt.integrations.anemoi.bodies import hash_of_definition
 
 SCRIPT = Path(__file__).parents[2] / "support" / "anemoi_reports.py"
 TESTS = str(SCRIPT.parents[1])
-MODELS = ("AIFS", "one chunk", "heads", "graph transformer")
+MODELS = ("AIFS", "graph transformer")
 SINCE_0_16 = ("GraphPartition.materialise", "StaticGraphProvider._get_edges_impl")
 
 
@@ -75,8 +75,7 @@ def test_models_compute_the_same_under_install_and_keep_their_states_and_pickles
 
 @every_old_version
 def test_a_second_pass_sorts_no_edges_of_mappers(report):
-    for name in ("AIFS", "one chunk"):  # whose processor is a transformer
-        assert report[name]["sorted again"] == 0, name
+    assert report["AIFS"]["sorted again"] == 0  # its processor is a transformer
 
 
 @of_versions("0.9.3", "0.11.2")
