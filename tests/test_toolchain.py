@@ -176,4 +176,3 @@ def test_compiled_training_is_refused_where_nothing_can_be_compiled(tmp_path):
     (line,) = error.splitlines()
     assert line.startswith("anemoi_gt.train: training.compile must be false here, got true: the ")
     assert f"got {folder}: " in line
-    assert not (tmp_path / "run").exists()
