@@ -76,7 +76,7 @@ def is_exporting() -> bool:
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Return whether a tensor has no data, as those of FakeTensorMode."""
+    """Return whether a tensor has no data (FakeTensorMode)."""
     return isinstance(tensor, FakeTensor)
 
 

@@ -269,8 +269,6 @@ def train(trainer: Trainer, variables: Sequence[str] | None, ownership: ExitStac
         with open_metrics(trainer) as metrics:
             trainer.fit(metrics)
         log.info("trained %.0f s on %s", time.perf_counter() - start, trainer.device)
-        if trainer.device.type == "cuda":
-            log.info("peak GPU memory: %.3g GB", torch.cuda.max_memory_allocated() / 1e9)
         with cpu_threads(trainer.config.threads):
             write_report(folder, trainer.best_model(), splits.test, metrics.records, variables)
         return trainer.best_loss

@@ -54,7 +54,7 @@ class Mesh:
 def icosphere(refinement: int) -> Mesh:
     """Return a refined icosahedron: 10 * 4^refinement + 2 nodes, 60 * 4^l edges per level l.
 
-    Each triangle is split into four, `refinement` times. The edges are those of levels 1 to
+    Each triangle is split into four, `refinement` times. The mesh has the edges of levels 1 to
     `refinement`. Raises ValueError if `refinement` is not 1 to 11.
 
     Examples

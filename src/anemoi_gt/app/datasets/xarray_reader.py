@@ -329,7 +329,8 @@ class _DatasetReader:
         """
         time = self._valid_time(part)
         (step, *_) = [*self._find(array, "step"), None]
-        (start, *_) = [*(c for c in self._find(part, "start") if c.dtype.kind == "M"), None]
+        starts = [dates for dates in self._find(part, "start") if dates.dtype.kind == "M"]
+        start = starts[0] if starts else None
         if time is not None and start is None and step is not None:
             # Without a coordinate of starts, `time` is one if the steps do not follow it.
             follows = set(step.dims) <= set(time.dims) and "standard_name" in time.attrs

@@ -1,6 +1,7 @@
 """Trainer: the loop over training steps, with validation, metrics, checkpoints and early stop."""
 
 import copy
+import logging
 import math
 from collections.abc import Callable
 from contextlib import closing
@@ -23,6 +24,8 @@ from anemoi_gt.app.training.run_files import (
 from anemoi_gt.app.training.run_folder import BEST, LAST
 from anemoi_gt.app.training.step import TrainingStep
 from anemoi_gt.replay.rng import generator_states, seed_generators, set_generator_states
+
+log = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -146,6 +149,9 @@ class Trainer:
                 if received is not None:
                     self._save(LAST)
                     raise Stopped(received, self.step.global_step)
+        if metrics is not None and self.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.device)
+            log.info("peak GPU memory: %.3g GB", peak / 1e9)
 
     def best_model(self) -> nn.Module:
         """Return a model in evaluation mode with the averaged weights of the best validation."""

@@ -328,7 +328,7 @@ edge_attention_torch = EdgeAttention()
 def zero_gradients(
     flat: FlatArguments, needs: AttentionOperands[bool]
 ) -> AttentionOperands[Tensor | None]:
-    """Return zeros in the form of `in_accumulator_dtype`; None where no gradient is needed."""
+    """Return zeros like the operands of `flat`; None where no gradient is needed."""
     gradients: list[Tensor | None] = []
     for operand, need in zip(flat[:6], needs, strict=True):
         if operand is None or not need:
@@ -345,7 +345,8 @@ def add_heads(
     if gradients.query is not None:
         gradients.query[b, :, group] = of_heads.dq
     if gradients.edge_attr is not None and of_heads.da is not None:
-        attr = gradients.edge_attr[b if gradients.edge_attr.shape[0] > 1 else 0]
+        is_shared = gradients.edge_attr.shape[0] == 1  # by all batch entries
+        attr = gradients.edge_attr[0] if is_shared else gradients.edge_attr[b]
         if attr.dim() == 3:  # embedded: [E, H, C]
             attr = attr[:, group]
         attr.add_(of_heads.da)
