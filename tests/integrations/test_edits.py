@@ -28,7 +28,7 @@ from support.weather import KINDS, weather_graph
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from anemoi_gt import GraphStructure, InteractionBlock, InteractionConv
+from anemoi_gt import GraphStructure, GraphTransformerConv, InteractionBlock, InteractionConv
 from anemoi_gt.integrations import anemoi as integration
 from anemoi_gt.integrations.anemoi import report
 from anemoi_gt.nn import GraphTransformerProcessor, GraphTransformerProcessorBlock
@@ -271,6 +271,35 @@ def test_torchscript_traces_a_layer_with_an_edge_index(kind):
     layer, (x, edges, index) = kind(CHANNELS, CHANNELS), inputs()
     traced = torch.jit.trace(layer, (x, index, edges), check_trace=False)
     assert_same_numbers(traced(2 * x, index, edges), layer(2 * x, index, edges))
+
+
+@pytest.mark.parametrize("name", LAYER_EDITS)
+def test_gradients_of_messages_do_not_depend_on_the_dtype_of_indices(name):
+    """Those of PyG's own layer do: PyTorch differentiates sums by int32 indices wrongly on a CPU (2.13)."""
+    layer, (x, edges, index) = (
+        GraphTransformerConv(CHANNELS, 4, heads=2, edge_dim=CHANNELS),
+        inputs(),
+    )
+    LAYER_EDITS[name](layer)
+
+    def gradients(index):
+        out = layer(x, index, edges)
+        return torch.autograd.grad(out.sin().sum(), [x, edges, *layer.parameters()])
+
+    assert_same_numbers(gradients(index.int()), gradients(index))
+
+
+@pytest.mark.parametrize("kind", (InteractionConv, InteractionBlock))
+def test_gradients_of_a_trace_do_not_depend_on_the_dtype_of_indices(kind):
+    layer, (x, edges, index) = kind(CHANNELS, CHANNELS), inputs()
+    index = index.int()
+    traced = torch.jit.trace(layer, (x, index, edges), check_trace=False)
+
+    def gradients(layer):
+        first, second = layer(x, index, edges)
+        return torch.autograd.grad(first.sin().sum() + second.cos().sum(), [x, edges])
+
+    assert_same_numbers(gradients(traced), gradients(layer))
 
 
 def test_the_report_names_a_network_that_is_not_fused_and_one_that_is():

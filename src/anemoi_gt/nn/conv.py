@@ -396,6 +396,8 @@ class GraphTransformerConv(MessagePassing):
         if not isinstance(edges, Tensor) or is_adjacency(edges):
             graph, edge_attr = self._edges(edges, edge_attr, size)
             edge_index = graph.edge_index()
+        # sums by int32 indices have wrong gradients on a CPU (PyTorch 2.13)
+        edge_index = edge_index.long()
         self._check_attributes(edge_attr)
         # PyG reads the types of arguments from the next line
         # propagate_type: (query: Tensor, key: Tensor, value: Tensor, edge_attr: OptTensor)

@@ -230,7 +230,8 @@ class InteractionConv(MessagePassing):
             if graph is None or isinstance(modules, Refusal):
                 x = (x_src if halo is None else torch.cat([x_src, halo], dim=-2), x_dst)
                 sizes = (x[0].shape[-2], x_dst.shape[-2])
-                ends = edge_list if graph is None else graph.edge_index()
+                # sums by int32 indices have wrong gradients on a CPU (PyTorch 2.13)
+                ends = edge_list.long() if graph is None else graph.edge_index()
                 # With a condition a pair: PyG would hand another argument to messages of subclasses
                 # without it too, as it generates `propagate` once (2.8).
                 attributes = edges if cond is None else (edges, cond)
