@@ -32,11 +32,8 @@ from anemoi_gt.nn.layer_kernels import cast_for_projections
 from anemoi_gt.ops import edge_attention
 from anemoi_gt.refusal import Refusal
 
-PARAMETERS = "self x edge_attr edge_index shard_info batch_size size model_comm_group cond"
-OLDER = PARAMETERS.replace("shard_info", "shapes")  # before 0.15
 
-
-@replaces(OLDER, PARAMETERS, f"{PARAMETERS} edges_are_dst_sorted kwargs")
+@replaces
 def processor_block(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute a block on one set of nodes."""
     call = Call.of(*args, **kwargs)
@@ -66,11 +63,7 @@ def processor_block(upstream: Callable, self: Any, *args: Any, **kwargs: Any) ->
     return out, call.edge_attr
 
 
-@replaces(
-    f"{OLDER} layer_kwargs",
-    f"{PARAMETERS} layer_kwargs",
-    f"{PARAMETERS} edges_are_dst_sorted layer_kwargs",
-)
+@replaces
 def mapper_block(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute a block from sources to destinations; with "edges", the mapper exchanges rows."""
     call = Call.of(*args, **kwargs)
@@ -95,10 +88,7 @@ def mapper_block(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> An
     return (x_src, out), call.edge_attr
 
 
-@replaces(
-    "self x shapes batch_size model_comm_group cond layer_kwargs",
-    "self x shard_info batch_size model_comm_group cond layer_kwargs",
-)
+@replaces
 def transformer_processor_block(
     upstream: Callable, self: Any, x: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
@@ -113,11 +103,7 @@ def transformer_processor_block(
     return x if Upstream.returns_rows_only else (x,)
 
 
-@replaces(
-    "self x shapes batch_size model_comm_group",
-    "self x shapes batch_size model_comm_group cond",
-    "self x shard_info batch_size model_comm_group cond",
-)
+@replaces
 def transformer_mapper_block(
     upstream: Callable, self: Any, x: Any, *args: Any, **kwargs: Any
 ) -> Any:

@@ -234,7 +234,7 @@ def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-@replaces("self batch_size shard_edges model_comm_group")
+@replaces
 def get_edges(
     upstream: Callable,
     self: Any,
@@ -282,7 +282,7 @@ def _expanded_list(provider: Any, batch_size: int) -> tuple[Tensor, tuple[int, i
     return edge_index, num_nodes
 
 
-@replaces("input_ dim sizes mgroup gather_in_backward")
+@replaces
 def shard_tensor(
     upstream: Callable,
     input_: Tensor,
@@ -298,7 +298,7 @@ def shard_tensor(
     return upstream(input_, dim, sizes, mgroup, *rest, **named)
 
 
-@replaces("input_ dim sizes mgroup")
+@replaces
 def gather_tensor(
     upstream: Callable, input_: Tensor, dim: int, sizes: list[int] | None, mgroup: Any
 ) -> Tensor:
@@ -323,10 +323,7 @@ def gather_tensor(
     return gathered
 
 
-@replaces(
-    "self x batch_size shard_info edge_attr edge_index model_comm_group edges_are_dst_sorted args "
-    "kwargs"
-)
+@replaces
 def processor_forward(
     upstream: Callable,
     self: Any,
@@ -347,9 +344,7 @@ def processor_forward(
     )
 
 
-@replaces(
-    "self x shard_info batch_size edge_attr edge_index model_comm_group cond edges_are_dst_sorted"
-)
+@replaces
 def prepare_edge_sharding(
     upstream: Callable,
     self: Any,
@@ -401,7 +396,7 @@ def shared_by_chunks(
     return x_src, x_dst, edge_attr, cond
 
 
-@replaces("edge_index num_parts num_nodes")
+@replaces
 def build_graph_partition(
     upstream: Callable, edge_index: Tensor, num_parts: int, num_nodes: tuple[int, int]
 ) -> Any:
@@ -413,7 +408,7 @@ def build_graph_partition(
     return cache.derived.get(("partition", num_parts))
 
 
-@replaces("self partition_id x edge_attr edge_index cond")
+@replaces
 def materialise(
     upstream: Callable,
     self: Any,

@@ -41,8 +41,6 @@ from anemoi_gt.refusal import Refusal, RefusalKind, not_faster, permanent
 from anemoi_gt.torch_compat import is_exporting
 
 EDGES = "edge_update"  # the edge update fused, the update of nodes by modules
-PARAMETERS = "self x edge_attr edge_index shard_info model_comm_group size layer_kwargs"
-OLDER = PARAMETERS.replace("shard_info", "shapes")  # before 0.15
 # The first layer multiplies E + N_src + N_dst rows, and that of modules 3 E.
 GATHERED = not_faster("Anemoi gathers more than two nodes for each edge of its rank")
 # Networks of other models are modules of fused sub-layers, and a single hidden layer without a norm
@@ -132,7 +130,7 @@ class Nodes(NamedTuple):
         return cut(sums, 0, self.gathered.dst, self.gathered.group, gather_in_backward=False)
 
 
-@replaces(OLDER, PARAMETERS)
+@replaces
 def processor_block(
     upstream: Any,
     self: Any,
@@ -154,7 +152,7 @@ def processor_block(
     return _update_nodes(self, modules.nodes, nodes.own_dst, sums), edges
 
 
-@replaces(OLDER, PARAMETERS)
+@replaces
 def mapper_block(
     upstream: Any,
     self: Any,
@@ -180,7 +178,7 @@ def mapper_block(
     return (x_src, out), edges
 
 
-@replaces("self x layer_kwargs", "self x")
+@replaces
 def network(upstream: Any, self: Any, x: Tensor, **layer_kwargs: Any) -> Any:
     """Compute an MLP, an embedding of a graph network."""
     settings = SETTINGS.of(self)

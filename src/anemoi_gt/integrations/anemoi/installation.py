@@ -522,7 +522,7 @@ def _targets() -> list[tuple]:
 
 
 def _match(target: tuple, patch: Replacement) -> Match:
-    """Find the method of a target, if its parameters match a known version."""
+    """Find the method of a target, if its body is that of a known version."""
     reason: str | None = f"this anemoi-models has no {'.'.join(target[0])}"
     name = target[1]
     for path in filter(None, (target[0], OLDER.get(target))):
@@ -532,7 +532,10 @@ def _match(target: tuple, patch: Replacement) -> Match:
             continue
         # of a replacement of now, or of one that a user's patch brought back after `uninstall`
         upstream = plain.original_of(vars(owner).get(name))
-        reason = f"it has no {name}" if upstream is None else patch.mismatch_reason(upstream)
+        if upstream is None:
+            reason = f"it has no {name}"
+        else:
+            reason = unknown_body(upstream) if patch.stands_in else None
         if reason is None and path in (PROCESSOR_BLOCK, MAPPER_BLOCK):
             reason = plain.recognise(owner, unknown_body)
         if reason is None:

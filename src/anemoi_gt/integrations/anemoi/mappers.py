@@ -22,7 +22,7 @@ from anemoi_gt.refusal import Refusal
 from anemoi_gt.torch_compat import is_exporting
 
 
-@replaces("self x", "self x shard_shapes model_comm_group x_src_is_sharded x_dst_is_sharded")
+@replaces
 def pre_process(
     upstream: Callable,
     self: Any,
@@ -54,7 +54,7 @@ def pre_process(
     return x_src, x_dst, *(change_channels(shapes, self.hidden_dim) for shapes in shard_shapes)
 
 
-@replaces("self x_dst", "self x_dst shapes_dst model_comm_group keep_x_dst_sharded")
+@replaces
 def post_process(
     upstream: Callable,
     self: Any,
@@ -73,10 +73,7 @@ def post_process(
     return Upstream.mapper.gather_tensor(x_dst, 0, shapes, model_comm_group)
 
 
-CHUNK = "self x dst_chunk edge_attr edge_index {} batch_size size model_comm_group cond kwargs"
-
-
-@replaces(CHUNK.format("shapes"), CHUNK.format("shard_info"))
+@replaces
 def mapper_chunk(
     upstream: Callable,
     self: Any,

@@ -47,7 +47,7 @@ class Call(NamedTuple):
     alibi_slopes: Tensor | None = None
 
 
-@replaces("self query key value batch_size causal window_size dropout_p softcap alibi_slopes")
+@replaces
 def sdpa_wrapper(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Compute the attention of `SDPAAttentionWrapper` without a mask of all pairs of nodes."""
     settings = SETTINGS.of(self)
