@@ -57,7 +57,7 @@ def processor_block(upstream: Callable, self: Any, *args: Any, **kwargs: Any) ->
             out = _attend_with_halo_of_anemoi(self, decision, x, call)
         else:
             out = _attend_by_heads(self, decision, x, x, call)
-        return _project(self, out + self_term) + call.x
+        return self.projection(out + self_term) + call.x
 
     out = _forward(self, decision, call, (call.x, call.x), (call.cond, call.cond), shard, attend)
     return out, call.edge_attr
@@ -94,7 +94,7 @@ def transformer_processor_block(
 ) -> Any:
     """Compute a transformer block of a processor: Anemoi's attention, fused feed-forward."""
     shards, batch_size, group, cond = _transformer_arguments(*args, **kwargs)
-    modules = decide_transformer(self, "layer_norm_mlp", x, cond).fused.feed_forward
+    modules = decide_transformer(self, x, cond).fused.feed_forward
     if isinstance(modules, Refusal):
         return upstream(self, x, *args, **kwargs)
     normed = self.layer_norm_attention(x, **_named_condition(cond))
@@ -111,8 +111,7 @@ def transformer_mapper_block(
     shards, batch_size, group, cond = _transformer_arguments(*args, **kwargs)
     cond_src, cond_dst = (None, None) if cond is None else cond
     x_src, x_dst = x
-    # "mpl" is upstream's spelling; its layer_norm_mlp is not used
-    modules = decide_transformer(self, "layer_norm_mpl", x_dst, cond_dst).fused.feed_forward
+    modules = decide_transformer(self, x_dst, cond_dst).fused.feed_forward
     if isinstance(modules, Refusal):
         return upstream(self, x, *args, **kwargs)
     src = self.layer_norm_attention_src(x_src, **_named_condition(cond_src))
@@ -189,8 +188,9 @@ def _attend_with_halo(
         rows = pending.wait().flatten(0, 1)
         operands = block.get_qkve((rows, local_rows), call.edge_attr)
         size = (rows.shape[0], local_rows.shape[0])
+        num_chunks = 1 if block.training else Upstream.block_module.NUM_CHUNKS_INFERENCE_PROCESSOR
         return block._forward_edges_sharded_attention(
-            *operands, local, size, _num_chunks(block), edges_are_dst_sorted=True
+            *operands, local, size, num_chunks, edges_are_dst_sorted=True
         )
 
     def sources() -> Tensor:
@@ -292,15 +292,3 @@ def _attend(
 
 def _split_heads(block: Any, rows: Tensor) -> Tensor:
     return rows.unflatten(-1, (block.num_heads, block.out_channels_conv))
-
-
-def _num_chunks(block: Any) -> int:
-    """Return the number of chunks in which a processor block projects nodes, as Anemoi does."""
-    return 1 if block.training else Upstream.block_module.NUM_CHUNKS_INFERENCE_PROCESSOR
-
-
-def _project(block: Any, rows: Tensor) -> Tensor:
-    num_chunks = _num_chunks(block)
-    if num_chunks == 1:
-        return block.projection(rows)
-    return torch.cat([block.projection(chunk) for chunk in rows.tensor_split(num_chunks)])

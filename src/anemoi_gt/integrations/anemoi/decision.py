@@ -1,9 +1,10 @@
 """The outcome for a block, decided once in each of its forward passes.
 
-    fused         its attention sub-layer fused, and its feed-forward sub-layer if possible
-    attention     the block's modules around anemoi_gt's attention; feed-forward fused if possible
-    feed_forward  a transformer block with fused feed-forward and Anemoi's attention
-    upstream      Anemoi's own forward
+    fused              its attention sub-layer fused, and its feed-forward sub-layer if possible
+    attention only     the block's modules around anemoi_gt's attention; feed-forward fused if
+                       possible
+    feed-forward only  a transformer block with fused feed-forward and Anemoi's attention
+    upstream           Anemoi's own forward
 
 The decision depends on mutable state, such as hooks and parameters, so it is taken once in each
 forward pass, and again in a recomputation, from the current state (`nn.unchanged`).
@@ -24,12 +25,7 @@ from anemoi_gt.nn.fused_block import (
     NOT_FASTER,
     BlockModules,
 )
-from anemoi_gt.nn.plain import (
-    ANEMOI_ATTENTION,
-    ANEMOI_BLOCK,
-    why_not_plain,
-    why_not_plain_method,
-)
+from anemoi_gt.nn.plain import ANEMOI_ATTENTION, ANEMOI_BLOCK, why_not_plain
 from anemoi_gt.nn.sublayers import (
     NO_SUBLAYERS,
     Computation,
@@ -43,10 +39,10 @@ from anemoi_gt.ops.backends import may_be_faster_fused
 from anemoi_gt.refusal import Refusal, RefusalKind, not_faster, permanent, transient
 from anemoi_gt.torch_compat import is_exporting
 
-FUSED, ATTENTION, UPSTREAM = "fused", "attention", "upstream"
-FEED_FORWARD = "feed_forward"
+FUSED, ATTENTION, UPSTREAM = "fused", "attention only", "upstream"
+FEED_FORWARD = "feed-forward only"
 UNWANTED = not_faster("its sub-layers are not fused")
-NOT_FUSED = BlockModules.by_modules(UNWANTED)
+SHARDED_BY_ANEMOI = permanent("its nodes are sharded by Anemoi")
 SIZES_OF_TRACE = transient("torch.jit.trace records it, which would make constants of sizes")
 
 
@@ -55,12 +51,11 @@ class Decision(NamedTuple):
 
     settings: Settings | None  # None: neither installed nor swapped
     outcome: str  # FUSED, ATTENTION, FEED_FORWARD or UPSTREAM
+    fused: BlockModules = BlockModules.by_modules(UNWANTED)
+    refusals: tuple[Refusal, ...] = ()  # why it is not fused as a whole
     has_raw_edges: bool = False  # the attention applies `lin_edge` itself
-    reason: str | None = None  # why the request was not fully met, or None
-    fused: BlockModules = NOT_FUSED
     # methods of the block itself are other ones than Anemoi's; the same on all ranks
     is_overridden: bool = False
-    warnings: tuple[str, ...] = ()  # for the log
 
 
 NOT_INSTALLED = Decision(None, UPSTREAM)
@@ -112,21 +107,10 @@ def decide(block: Any, x_dst: Tensor, call: Call, *, gathers: bool) -> Decision:
         (block,),
         (settings, computation, gathers, takes_list, rows, call.cond is None),
         lambda: _decide(block, x_dst, call, settings, computation, gathers=gathers),
-        _is_kept,
+        lambda decision: none_refused(decision.refusals),
     )
-    _report(block, decision)
+    report.record(block, decision.outcome, decision.refusals)
     return decision
-
-
-def _report(block: Any, decision: Decision) -> None:
-    for warning in decision.warnings:
-        report.warn_once(warning)
-    report.record(block, decision.outcome, decision.reason)
-
-
-def _is_kept(decision: Decision) -> bool:
-    """Return whether a decision depends on modules and the key of `decide` alone."""
-    return decision.outcome != UPSTREAM and none_refused(decision.fused)
 
 
 def _computation_of_block(settings: Settings, x_dst: Tensor) -> Computation | Refusal:
@@ -136,14 +120,13 @@ def _computation_of_block(settings: Settings, x_dst: Tensor) -> Computation | Re
     return computation_of(settings, x_dst)
 
 
-def decide_transformer(block: Any, norm_name: str, x: Tensor, cond: Tensor | None) -> Decision:
+def decide_transformer(block: Any, x: Tensor, cond: Tensor | None) -> Decision:
     """Decide for a transformer block with rows x; log why if the request is not fully met.
 
-    `norm_name` names the norm before its feed-forward network. Raise ValueError if fusion is
-    "sublayers" and the named backend cannot run.
+    Raise ValueError if fusion is "sublayers" and the named backend cannot run.
     """
-    decision = _decide_transformer(block, norm_name, x, cond)
-    _report(block, decision)
+    decision = _decide_transformer(block, x, cond)
+    report.record(block, decision.outcome, decision.refusals)
     return decision
 
 
@@ -188,23 +171,6 @@ def computation_of(settings: Settings, x: Tensor) -> Computation | Refusal:
     return computation
 
 
-def examine(block: Any, device: torch.device) -> Decision:
-    """Predict the decision on one rank and device, from the block only; log nothing."""
-    x = torch.empty(0, 1, device=device)  # decisions do not depend on the number of features
-    if isinstance(block, Upstream.transformers):
-        norm_name = "layer_norm_mlp"
-        if hasattr(block, "layer_norm_mpl"):
-            norm_name = "layer_norm_mpl"
-        return _decide_transformer(block, norm_name, x, None)
-    edge_index = torch.empty(2, 0, dtype=torch.int64, device=device)
-    call = Call.of(x, x, edge_index)
-    settings = SETTINGS.of(block)
-    if settings is None:
-        return NOT_INSTALLED
-    computation = _computation_of_block(settings, x)
-    return _decide(block, x, call, settings, computation, gathers=False)
-
-
 def _decide(
     block: Any,
     x_dst: Tensor,
@@ -225,57 +191,42 @@ def _decide(
         return Decision(
             settings,
             UPSTREAM,
-            reason=refusal.text,
+            refusals=(refusal,),
             is_overridden=overridden is not None,
-            warnings=(f"an Anemoi block falls back to Anemoi's attention: {refusal.text}",),
         )
 
-    fused = NOT_FUSED
-    reason = None
-    warnings: tuple[str, ...] = ()
-    if computation is NOT_FASTER:
-        fused = BlockModules.by_modules(NOT_FASTER)
-        reason = NOT_FASTER.text
-    elif computation is not UNWANTED:
-        fused = _sublayers_of(block, x_dst, call, settings, computation, gathers=gathers)
-        refusals: list[Refusal] = []
-        for sublayer in fused:
-            if isinstance(sublayer, Refusal) and sublayer not in (NO_SOURCES, *refusals):
-                refusals.append(sublayer)
-        if refusals:
-            warnings = warnings_of(settings, refusals)
-            reason = "; ".join([refusal.text for refusal in refusals])
+    if isinstance(computation, Refusal):
+        fused = BlockModules.by_modules(computation)
+    else:
+        shards = SHARDED_BY_ANEMOI if gathers else None
+        fused = BlockModules.of(block, x_dst, call.cond, settings.config, computation, shards)
+    refusals = refusals_in(fused)
+    check_named(settings, refusals)
     if not isinstance(fused.attention, Refusal):
-        return Decision(
-            settings, FUSED, has_raw_edges=True, reason=reason, fused=fused, warnings=warnings
-        )
+        return Decision(settings, FUSED, fused, refusals, has_raw_edges=True)
 
     has_raw_edges = settings.fusion != "none" and not gathers
     if has_raw_edges:
         embedding = linear_parameters(block.lin_edge, "lin_edge")
         if isinstance(embedding, Refusal):
             has_raw_edges = False
-            warnings += (
-                f"an Anemoi block embeds its edges before the attention: {embedding.text}",
-            )
-    return Decision(settings, ATTENTION, has_raw_edges, reason, fused, warnings=warnings)
+            refusals += (embedding,)
+    return Decision(settings, ATTENTION, fused, refusals, has_raw_edges)
 
 
-def _decide_transformer(block: Any, norm_name: str, x: Tensor, cond: Tensor | None) -> Decision:
+def _decide_transformer(block: Any, x: Tensor, cond: Tensor | None) -> Decision:
     settings = SETTINGS.of(block)
     if settings is None:
-        return Decision(None, UPSTREAM)
-    fused = _feed_forward_of(block, norm_name, x, cond, settings)
+        return NOT_INSTALLED
+    fused = _feed_forward_of(block, x, cond, settings)
     if isinstance(fused, BlockModules):
-        return Decision(settings, FEED_FORWARD, fused=fused)
-    warnings: tuple[str, ...] = ()
-    if fused.kind is not RefusalKind.NOT_FASTER:
-        warnings = warnings_of(settings, (fused,))
-    return Decision(settings, UPSTREAM, reason=fused.text, warnings=warnings)
+        return Decision(settings, FEED_FORWARD, fused)
+    check_named(settings, (fused,))
+    return Decision(settings, UPSTREAM, refusals=(fused,))
 
 
 def _feed_forward_of(
-    block: Any, norm_name: str, x: Tensor, cond: Tensor | None, settings: Settings
+    block: Any, x: Tensor, cond: Tensor | None, settings: Settings
 ) -> BlockModules | Refusal:
     """Return the modules of a transformer block's feed-forward network, or why not."""
     if settings.fusion not in FUSES_SUBLAYERS or is_exporting():
@@ -285,6 +236,8 @@ def _feed_forward_of(
     computation = computation_of(settings, x)
     if isinstance(computation, Refusal):
         return computation
+    # "mpl" is upstream's spelling in mappers, whose layer_norm_mlp is not used
+    norm_name = "layer_norm_mpl" if hasattr(block, "layer_norm_mpl") else "layer_norm_mlp"
     norm = (norm_name, getattr(block, norm_name))
     modules = read_network(block.mlp, computation, "mlp", norm_in=norm)
     modules = fused_block.for_call(modules, x, cond)
@@ -293,19 +246,26 @@ def _feed_forward_of(
     return BlockModules(permanent("its attention is Anemoi's"), modules, NO_SOURCES)
 
 
-def warnings_of(settings: Settings, refusals: Iterable[Refusal]) -> tuple[str, ...]:
-    """Return why sub-layers are not fused; raise ValueError if a named backend must fuse."""
-    is_wanted = settings.fusion == "sublayers" and settings.config.backend != "auto"
-    warnings = []
+def refusals_in(sublayers: Iterable[Any]) -> tuple[Refusal, ...]:
+    """Return the refusals among the modules of sub-layers, each once."""
+    refusals: list[Refusal] = []
+    for sublayer in sublayers:
+        if isinstance(sublayer, Refusal) and sublayer not in (NO_SOURCES, *refusals):
+            refusals.append(sublayer)
+    return tuple(refusals)
+
+
+def check_named(settings: Settings, refusals: Iterable[Refusal]) -> None:
+    """Raise ValueError if a named backend must fuse what it cannot."""
+    if settings.fusion != "sublayers" or settings.config.backend == "auto":
+        return
     for refusal in refusals:
-        if is_wanted and refusal.kind is RefusalKind.PERMANENT:
+        if refusal.kind is RefusalKind.PERMANENT:
             raise ValueError(
                 f"fusion='sublayers' with backend {settings.config.backend!r} cannot compute this "
                 f"Anemoi block: {refusal.text}; fusion='auto' computes it by its modules there, "
                 "and so does backend 'auto'"
             )
-        warnings.append(f"a sub-layer of an Anemoi block is not fused: {refusal.text}")
-    return tuple(warnings)
 
 
 def _why_not_attention(block: Any, call: Call) -> Refusal | None:
@@ -333,29 +293,6 @@ def _why_not_attention(block: Any, call: Call) -> Refusal | None:
             f"{block.out_channels_conv} channels"
         )
     return refusal
-
-
-def _sublayers_of(
-    block: Any,
-    x_dst: Tensor,
-    call: Call,
-    settings: Settings,
-    computation: Computation | Refusal,
-    *,
-    gathers: bool,
-) -> BlockModules:
-    """Return the modules of each sub-layer of a block, or why its modules compute it."""
-    if isinstance(computation, Refusal):
-        return BlockModules.by_modules(computation)
-    attention: Refusal | None = None
-    if gathers:
-        attention = permanent("its nodes are sharded by Anemoi")
-    sources: Refusal | None = NO_SOURCES
-    # processor blocks of anemoi-models have the attribute but nothing to update
-    if getattr(block, "update_src_nodes", False) and hasattr(block, "run_node_src_mlp"):
-        sources = why_not_plain_method(block, "run_node_src_mlp")
-    refused = (attention, why_not_plain_method(block, "run_node_dst_mlp"), sources)
-    return BlockModules.of(block, x_dst, call.cond, settings.config, computation, refused)
 
 
 def dropout_of(conv: Any) -> float:

@@ -25,8 +25,9 @@ from anemoi_gt.integrations.anemoi.decision import (
     SIZES_OF_TRACE,
     UNWANTED,
     UPSTREAM,
+    check_named,
     computation_of,
-    warnings_of,
+    refusals_in,
 )
 from anemoi_gt.integrations.anemoi.edge_lists import structure_of
 from anemoi_gt.integrations.anemoi.settings import FUSES_SUBLAYERS, SETTINGS, Settings
@@ -37,10 +38,10 @@ from anemoi_gt.nn.fused_block import for_call
 from anemoi_gt.nn.plain import why_not_plain
 from anemoi_gt.nn.sublayers import Computation, NetworkModules, read_network
 from anemoi_gt.nn.unchanged import none_refused, reading
-from anemoi_gt.refusal import Refusal, RefusalKind, not_faster, permanent
+from anemoi_gt.refusal import Refusal, not_faster, permanent
 from anemoi_gt.torch_compat import is_exporting
 
-EDGES = "edge_update"  # the edge update fused, the update of nodes by modules
+EDGES = "edge update only"  # the edge update fused, the update of nodes by modules
 # The first layer multiplies E + N_src + N_dst rows, and that of modules 3 E.
 GATHERED = not_faster("Anemoi gathers more than two nodes for each edge of its rank")
 # Networks of other models are modules of fused sub-layers, and a single hidden layer without a norm
@@ -142,7 +143,7 @@ def processor_block(
 ) -> Any:
     """Compute a block on one set of nodes."""
     call = Call.of(*args, **kwargs)
-    modules, shard = _decide(self, x, edge_index, call)
+    modules, shard = decide(self, x, edge_index, call)
     if isinstance(modules.edges, Refusal) and shard is None:
         return upstream(self, x, edge_attr, edge_index, *args, **kwargs)
     if getattr(self, "emb_edges", None) is not None:  # not before 0.11
@@ -165,7 +166,7 @@ def mapper_block(
     """Compute a block from sources to destinations."""
     x_src, x_dst = x
     call = Call.of(*args, **kwargs)
-    modules, shard = _decide(self, x, edge_index, call)
+    modules, shard = decide(self, x, edge_index, call)
     if isinstance(modules.edges, Refusal) and shard is None:
         return upstream(self, x, edge_attr, edge_index, *args, **kwargs)
     nodes = _nodes_of(x_src, x_dst, edge_index, call.ranks, shard)
@@ -197,16 +198,6 @@ def network(upstream: Any, self: Any, x: Tensor, **layer_kwargs: Any) -> Any:
     return fused_block.network(modules, x, out_dtype=_dtype_of(modules, x))
 
 
-def examine(block: Any, device: torch.device) -> tuple[str, str | None]:
-    """Predict outcome and reason of a block on one rank and device; log nothing."""
-    x = torch.empty(0, 1, device=device)
-    edge_index = torch.empty(2, 0, dtype=torch.int64, device=device)
-    settings = SETTINGS.of(block)
-    if settings is None:
-        return UPSTREAM, None
-    return _outcome(_read_modules(block, settings, x, edge_index, None))
-
-
 def _nodes_of(
     x_src: Tensor | None,
     x_dst: Tensor,
@@ -222,7 +213,7 @@ def _nodes_of(
     return Nodes.gather(x_src, x_dst, edge_index, ranks)
 
 
-def _decide(
+def decide(
     block: Any, x: Any, edge_index: Any, call: Call
 ) -> tuple[GraphNetworkModules, EdgeShard | None]:
     """Return the modules of a block and its shard; log or raise what is less than requested.
@@ -247,14 +238,9 @@ def _decide(
         gathered = ranks if shard is None else None
         x_dst = x if isinstance(x, Tensor) else x[1]
         modules = _read_modules(block, settings, x_dst, edge_index, gathered)
-    reported: list[Refusal] = []
-    for sublayer in modules:
-        if isinstance(sublayer, Refusal) and sublayer.kind is not RefusalKind.NOT_FASTER:
-            reported.append(sublayer)
-    for warning in warnings_of(settings, dict.fromkeys(reported)):
-        report.warn_once(warning)
-    outcome, reason = _outcome(modules)
-    report.record(block, outcome, reason)
+    refusals = refusals_in(modules)
+    check_named(settings, refusals)
+    report.record(block, _outcome_of(modules), refusals)
     return modules, shard
 
 
@@ -267,13 +253,10 @@ def _why_not_size(size: Any, x: Any) -> Refusal | None:
     return permanent(f"its size is {tuple(size)}, and its nodes are {nodes}")
 
 
-def _outcome(modules: GraphNetworkModules) -> tuple[str, str | None]:
-    """Return the outcome, and the reason if the block is not fused as a whole."""
+def _outcome_of(modules: GraphNetworkModules) -> str:
     if isinstance(modules.edges, Refusal):
-        return UPSTREAM, modules.edges.text
-    if isinstance(modules.nodes, Refusal):
-        return EDGES, modules.nodes.text
-    return FUSED, None
+        return UPSTREAM
+    return EDGES if isinstance(modules.nodes, Refusal) else FUSED
 
 
 def _read_modules(

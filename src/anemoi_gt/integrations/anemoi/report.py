@@ -20,15 +20,6 @@ from anemoi_gt.torch_compat import constant_when_traced
 
 log = logging.getLogger(__name__)
 _log_once = cache(log.warning)
-WORDS = {
-    "fused": "fused",
-    "attention": "attention only",
-    "feed_forward": "feed-forward only",
-    "edge_update": "edge update only",
-    "networks": "networks only",
-    "upstream": "upstream",
-    "several": "several",
-}
 Recorded = tuple[str, str | None]  # outcome of a decision, and its reason
 
 # those that have computed, in eager code
@@ -48,7 +39,7 @@ class Computed(NamedTuple):
 
     path: str  # of the module in its model, empty for a block outside of a known model
     kind: str  # name of its class
-    outcome: str  # one of WORDS, or "not yet"
+    outcome: str  # of a decision, "networks only", "several" or "not yet"
     reason: str | None
 
 
@@ -58,13 +49,22 @@ def warn_once(message: str) -> None:
     _log_once(message)
 
 
-def record(block: nn.Module, outcome: str, reason: str | None) -> None:
-    """Keep how a block is computed; in compiled code, how blocks of its class are."""
+def record(block: nn.Module, outcome: str, refusals: tuple[Refusal, ...]) -> None:
+    """Keep how a block is computed; in compiled code, how blocks of its class are. Log why."""
+    for refusal in refusals:
+        if refusal.kind is not RefusalKind.NOT_FASTER:
+            warn_once(f"an Anemoi block ({outcome}) is not fused as a whole: {refusal.text}")
+    reason = reason_of(refusals)
     if torch.compiler.is_compiling():
         _record_traced(type(block), outcome, reason)
     elif _BLOCKS.get(block) != (outcome, reason):
         _BLOCKS[block] = (outcome, reason)
         _CLEAN.clear()
+
+
+def reason_of(refusals: tuple[Refusal, ...]) -> str | None:
+    """Return the texts of refusals as one, None if there are none."""
+    return "; ".join([refusal.text for refusal in refusals]) or None
 
 
 def record_layer(layer: nn.Module, reason: str | None) -> None:
@@ -155,8 +155,13 @@ def computed() -> tuple[Computed, ...]:
     return tuple(records)
 
 
+def computed_in(model: nn.Module) -> tuple[Computed, ...]:
+    """Return a record of each block of a model."""
+    return tuple([_of_block(path, block) for path, block in blocks_of(model)])
+
+
 def _of_layer(path: str, layer: nn.Module) -> Computed:
-    return Computed(path, type(layer).__name__, WORDS["upstream"], _LAYERS[layer])
+    return Computed(path, type(layer).__name__, "upstream", _LAYERS[layer])
 
 
 def _of_block(path: str, block: nn.Module) -> Computed:
@@ -168,18 +173,18 @@ def _of_block(path: str, block: nn.Module) -> Computed:
     if not recorded:
         reason = Upstream.why_not_replaced(type(block))
         if reason is not None:
-            return Computed(path, kind, WORDS["upstream"], reason)
+            return Computed(path, kind, "upstream", reason)
         return Computed(path, kind, "not yet", None)
     if len(recorded) > 1:
         texts = []
         for outcome, why in recorded:
-            texts.append(f"{WORDS[outcome]} ({why})" if why else WORDS[outcome])
+            texts.append(f"{outcome} ({why})" if why else outcome)
         reason = f"compiled blocks of its class are {', or '.join(texts)}"
-        return Computed(path, kind, WORDS["several"], reason)
+        return Computed(path, kind, "several", reason)
     ((outcome, reason),) = recorded
     if outcome == "upstream" and any(module in _FUSED_NETWORKS for module in block.modules()):
-        outcome = "networks"
-    return Computed(path, kind, WORDS[outcome], reason)
+        outcome = "networks only"
+    return Computed(path, kind, outcome, reason)
 
 
 def summary(blocks: tuple[Computed, ...]) -> str:
@@ -217,11 +222,10 @@ def after_step(model: nn.Module) -> None:
     blocks = blocks_of(model)
     if not any(block in _BLOCKS or type(block) in _TRACED for _, block in blocks):
         return
-    records = [_of_block(path, block) for path, block in blocks]
     layers = [
         _of_layer(path, module) for path, module in model.named_modules() if module in _LAYERS
     ]
-    line = summary((*records, *layers))
+    line = summary((*computed_in(model), *layers))
     logged = _LOGGED_LINES.setdefault(model, set())
     if line not in logged:
         logged.add(line)
