@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anemoi_gt.integrations.anemoi.decision import (
     UPSTREAM,
@@ -17,7 +17,6 @@ from anemoi_gt.integrations.anemoi.decision import (
     Decision,
     decide,
     decide_transformer,
-    dropout_of,
 )
 from anemoi_gt.integrations.anemoi.edge_lists import structure_of
 from anemoi_gt.integrations.anemoi.sharding import (
@@ -94,7 +93,7 @@ def transformer_processor_block(
 ) -> Any:
     """Compute a transformer block of a processor: Anemoi's attention, fused feed-forward."""
     shards, batch_size, group, cond = _transformer_arguments(*args, **kwargs)
-    modules = decide_transformer(self, x, cond).fused.feed_forward
+    modules = decide_transformer(self, x, cond)
     if isinstance(modules, Refusal):
         return upstream(self, x, *args, **kwargs)
     normed = self.layer_norm_attention(x, **_named_condition(cond))
@@ -111,7 +110,7 @@ def transformer_mapper_block(
     shards, batch_size, group, cond = _transformer_arguments(*args, **kwargs)
     cond_src, cond_dst = (None, None) if cond is None else cond
     x_src, x_dst = x
-    modules = decide_transformer(self, x_dst, cond_dst).fused.feed_forward
+    modules = decide_transformer(self, x_dst, cond_dst)
     if isinstance(modules, Refusal):
         return upstream(self, x, *args, **kwargs)
     src = self.layer_norm_attention_src(x_src, **_named_condition(cond_src))
@@ -276,6 +275,8 @@ def _attend(
             rows.unflatten(0, (batch, -1)) for rows in (query, key, value, edges)
         )
     assert decision.settings is not None  # or Anemoi's forward would compute
+    conv = block.conv  # or a function
+    drops = isinstance(conv, nn.Module) and conv.training
     out, _ = edge_attention(
         query,
         key,
@@ -283,7 +284,7 @@ def _attend(
         graph,
         edges,
         *embedding,
-        dropout_p=dropout_of(block.conv),
+        dropout_p=conv.dropout if drops else 0.0,
         config=decision.settings.config,
     )
     out = out if batch == 1 else out.flatten(0, 1)

@@ -10,11 +10,11 @@ The decision depends on mutable state, such as hooks and parameters, so it is ta
 forward pass, and again in a recomputation, from the current state (`nn.unchanged`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from anemoi_gt.integrations.anemoi import report
 from anemoi_gt.integrations.anemoi.settings import FUSES_SUBLAYERS, SETTINGS, Settings
@@ -50,7 +50,7 @@ class Decision(NamedTuple):
     """Outcome for a block in one forward pass."""
 
     settings: Settings | None  # None: neither installed nor swapped
-    outcome: str  # FUSED, ATTENTION, FEED_FORWARD or UPSTREAM
+    outcome: str  # FUSED, ATTENTION or UPSTREAM
     fused: BlockModules = BlockModules.by_modules(UNWANTED)
     refusals: tuple[Refusal, ...] = ()  # why it is not fused as a whole
     has_raw_edges: bool = False  # the attention applies `lin_edge` itself
@@ -100,7 +100,7 @@ def decide(block: Any, x_dst: Tensor, call: Call, *, gathers: bool) -> Decision:
     settings = SETTINGS.of(block)
     if settings is None:
         return NOT_INSTALLED
-    computation = _computation_of_block(settings, x_dst)
+    computation = computation_of(settings, x_dst)
     takes_list = isinstance(call.edge_index, Tensor) and call.edge_index.layout == torch.strided
     rows = (type(x_dst), x_dst.dtype)
     decision = reading(
@@ -113,48 +113,53 @@ def decide(block: Any, x_dst: Tensor, call: Call, *, gathers: bool) -> Decision:
     return decision
 
 
-def _computation_of_block(settings: Settings, x_dst: Tensor) -> Computation | Refusal:
-    """Return how fused sub-layers of a block compute, or why they are not fused."""
-    if settings.fusion not in FUSES_SUBLAYERS or is_exporting():
+def decide_transformer(block: Any, x: Tensor, cond: Tensor | None) -> NetworkModules | Refusal:
+    """Return the modules of a transformer block's feed-forward network for rows x, or why not.
+
+    Log and keep the reason. Raise ValueError if fusion is "sublayers" and the named backend cannot
+    run.
+    """
+    settings = SETTINGS.of(block)
+    if settings is None:
         return UNWANTED
-    return computation_of(settings, x_dst)
-
-
-def decide_transformer(block: Any, x: Tensor, cond: Tensor | None) -> Decision:
-    """Decide for a transformer block with rows x; log why if the request is not fully met.
-
-    Raise ValueError if fusion is "sublayers" and the named backend cannot run.
-    """
-    decision = _decide_transformer(block, x, cond)
-    report.record(block, decision.outcome, decision.refusals)
-    return decision
-
-
-def decide_linear(mapper: Any, name: str, x: Tensor) -> NetworkModules | Refusal:
-    """Return the modules of a mapper's linear layer `name` for features x, or why it is called.
-
-    Log and keep the reason if it is refused. Raise ValueError if the named backend cannot run.
-    """
-    layer = getattr(mapper, name)
-    modules = _linear_of(mapper, layer, name, x)
-    report.record_network(layer, modules, "a linear layer of an Anemoi mapper")
+    modules = _feed_forward_of(block, x, cond, computation_of(settings, x))
+    refusals = refusals_in((modules,))
+    check_named(settings, refusals)
+    report.record(block, UPSTREAM if refusals else FEED_FORWARD, refusals)
     return modules
 
 
-def _linear_of(mapper: Any, layer: Any, name: str, x: Tensor) -> NetworkModules | Refusal:
-    settings = SETTINGS.of(mapper.proc)
-    if settings is None or settings.fusion not in FUSES_SUBLAYERS or is_exporting():
-        return UNWANTED
-    computation = computation_of(settings, x)
+def _feed_forward_of(
+    block: Any, x: Tensor, cond: Tensor | None, computation: Computation | Refusal
+) -> NetworkModules | Refusal:
     if isinstance(computation, Refusal):
         return computation
-    key = (name, computation, type(x), x.dtype, x.shape[-1])
-    return reading(
-        (layer,),
-        key,
-        lambda: fused_block.read_linear_layer(layer, name, x, computation),
-        none_refused,
-    )
+    # "mpl" is upstream's spelling in mappers, whose layer_norm_mlp is not used
+    norm_name = "layer_norm_mpl" if hasattr(block, "layer_norm_mpl") else "layer_norm_mlp"
+    norm = (norm_name, getattr(block, norm_name))
+    modules = read_network(block.mlp, computation, "mlp", norm_in=norm)
+    return fused_block.for_call(modules, x, cond)
+
+
+def decide_layer(
+    layer: Any,
+    settings: Settings | None,
+    x: Tensor,
+    read: Callable[[Computation], NetworkModules | Refusal],
+) -> NetworkModules | Refusal:
+    """Return the modules of a network or linear layer for rows x, as `read`, or why it is called.
+
+    Log and keep the reason. Raise ValueError if the named backend cannot run.
+    """
+    computation = UNWANTED if settings is None else computation_of(settings, x)
+    modules: NetworkModules | Refusal
+    if isinstance(computation, Refusal):
+        modules = computation
+    else:
+        key = (computation, type(x), x.dtype, x.shape[-1])
+        modules = reading((layer,), key, lambda: read(computation), none_refused)
+    report.record_network(layer, modules)
+    return modules
 
 
 def computation_of(settings: Settings, x: Tensor) -> Computation | Refusal:
@@ -162,6 +167,10 @@ def computation_of(settings: Settings, x: Tensor) -> Computation | Refusal:
 
     Raise ValueError if they are wanted and the named backend cannot run on x.
     """
+    if settings.fusion not in FUSES_SUBLAYERS or is_exporting():
+        return UNWANTED
+    if torch.jit.is_tracing():
+        return SIZES_OF_TRACE
     config, dtypes = settings.config, dtypes_of(x)
     if settings.fusion == "auto" and not may_be_faster_fused(config.backend, dtypes):
         return NOT_FASTER
@@ -188,12 +197,8 @@ def _decide(
                 f"attention backend {settings.config.backend!r} cannot run this Anemoi block: "
                 f"{refusal.text}; backend 'auto' runs Anemoi's own code there"
             )
-        return Decision(
-            settings,
-            UPSTREAM,
-            refusals=(refusal,),
-            is_overridden=overridden is not None,
-        )
+        is_overridden = overridden is not None
+        return Decision(settings, UPSTREAM, refusals=(refusal,), is_overridden=is_overridden)
 
     if isinstance(computation, Refusal):
         fused = BlockModules.by_modules(computation)
@@ -210,40 +215,8 @@ def _decide(
         embedding = linear_parameters(block.lin_edge, "lin_edge")
         if isinstance(embedding, Refusal):
             has_raw_edges = False
-            refusals += (embedding,)
+            refusals = refusals_in((*refusals, embedding))
     return Decision(settings, ATTENTION, fused, refusals, has_raw_edges)
-
-
-def _decide_transformer(block: Any, x: Tensor, cond: Tensor | None) -> Decision:
-    settings = SETTINGS.of(block)
-    if settings is None:
-        return NOT_INSTALLED
-    fused = _feed_forward_of(block, x, cond, settings)
-    if isinstance(fused, BlockModules):
-        return Decision(settings, FEED_FORWARD, fused)
-    check_named(settings, (fused,))
-    return Decision(settings, UPSTREAM, refusals=(fused,))
-
-
-def _feed_forward_of(
-    block: Any, x: Tensor, cond: Tensor | None, settings: Settings
-) -> BlockModules | Refusal:
-    """Return the modules of a transformer block's feed-forward network, or why not."""
-    if settings.fusion not in FUSES_SUBLAYERS or is_exporting():
-        return UNWANTED
-    if torch.jit.is_tracing():
-        return transient("torch.jit.trace records it")
-    computation = computation_of(settings, x)
-    if isinstance(computation, Refusal):
-        return computation
-    # "mpl" is upstream's spelling in mappers, whose layer_norm_mlp is not used
-    norm_name = "layer_norm_mpl" if hasattr(block, "layer_norm_mpl") else "layer_norm_mlp"
-    norm = (norm_name, getattr(block, norm_name))
-    modules = read_network(block.mlp, computation, "mlp", norm_in=norm)
-    modules = fused_block.for_call(modules, x, cond)
-    if isinstance(modules, Refusal):
-        return modules
-    return BlockModules(permanent("its attention is Anemoi's"), modules, NO_SOURCES)
 
 
 def refusals_in(sublayers: Iterable[Any]) -> tuple[Refusal, ...]:
@@ -293,11 +266,3 @@ def _why_not_attention(block: Any, call: Call) -> Refusal | None:
             f"{block.out_channels_conv} channels"
         )
     return refusal
-
-
-def dropout_of(conv: Any) -> float:
-    """Return the dropout probability of the attention in the current mode."""
-    if isinstance(conv, nn.Module) and conv.training:
-        dropout: Any = conv.dropout
-        return dropout
-    return 0.0

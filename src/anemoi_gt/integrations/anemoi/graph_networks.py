@@ -13,7 +13,7 @@ block exchanges the halo of its rank instead (`sharding`) where its edges are a 
 `StaticGraphProvider`'s, and gathers as Anemoi does with other edges and with `sharding=False`.
 """
 
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -22,15 +22,15 @@ from torch import Tensor
 from anemoi_gt.integrations.anemoi import report
 from anemoi_gt.integrations.anemoi.decision import (
     FUSED,
-    SIZES_OF_TRACE,
     UNWANTED,
     UPSTREAM,
     check_named,
     computation_of,
+    decide_layer,
     refusals_in,
 )
 from anemoi_gt.integrations.anemoi.edge_lists import structure_of
-from anemoi_gt.integrations.anemoi.settings import FUSES_SUBLAYERS, SETTINGS, Settings
+from anemoi_gt.integrations.anemoi.settings import SETTINGS, Settings
 from anemoi_gt.integrations.anemoi.sharding import EdgeShard, is_distributed, shard_of
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn import fused_block, plain
@@ -183,16 +183,9 @@ def mapper_block(
 def network(upstream: Any, self: Any, x: Tensor, **layer_kwargs: Any) -> Any:
     """Compute an MLP, an embedding of a graph network."""
     settings = SETTINGS.of(self)
-    if settings is None or settings.fusion not in FUSES_SUBLAYERS or layer_kwargs or is_exporting():
+    if settings is None or layer_kwargs:
         return upstream(self, x, **layer_kwargs)
-    computation = SIZES_OF_TRACE if torch.jit.is_tracing() else computation_of(settings, x)
-    modules: NetworkModules | Refusal
-    if isinstance(computation, Refusal):
-        modules = computation
-    else:
-        key = (computation, type(x), x.dtype)
-        modules = reading((self,), key, lambda: _read_embedding(self, computation, x), none_refused)
-    report.record_network(self, modules, "an MLP of Anemoi")
+    modules = decide_layer(self, settings, x, partial(_read_embedding, self, x))
     if isinstance(modules, Refusal):
         return upstream(self, x)
     return fused_block.network(modules, x, out_dtype=_dtype_of(modules, x))
@@ -221,36 +214,23 @@ def decide(
     x are nodes, or a pair of sources and destinations. The shard is this rank's edges, numbered by
     its nodes and halo; None if there is no halo.
     """
-    ranks, size = call
-    is_exported = is_exporting()
+    ranks = call.ranks
     shard = None
-    if ranks is not None and not is_exported and not torch.jit.is_tracing():
+    if ranks is not None and not is_exporting() and not torch.jit.is_tracing():
         shard = shard_of(block, edge_index, (ranks.src, ranks.dst), 1, ranks.group)
-    unwanted = GraphNetworkModules(UNWANTED, UNWANTED)
     settings = SETTINGS.of(block)
     if settings is None:
-        return unwanted, shard
-    modules = unwanted
-    refusal = None if size is None or ranks is not None else _why_not_size(size, x)
-    if refusal is not None:
-        modules = GraphNetworkModules(refusal, refusal)
-    elif not is_exported:
-        gathered = ranks if shard is None else None
-        x_dst = x if isinstance(x, Tensor) else x[1]
-        modules = _read_modules(block, settings, x_dst, edge_index, gathered)
+        return GraphNetworkModules(UNWANTED, UNWANTED), shard
+    nodes = (x, x) if isinstance(x, Tensor) else x
+    computation = _computation_of(settings, nodes, edge_index, call, gathers=shard is None)
+    if isinstance(computation, Refusal):
+        modules = GraphNetworkModules(computation, computation)
+    else:
+        modules = _read_modules(block, nodes[1], computation)
     refusals = refusals_in(modules)
     check_named(settings, refusals)
     report.record(block, _outcome_of(modules), refusals)
     return modules, shard
-
-
-def _why_not_size(size: Any, x: Any) -> Refusal | None:
-    """Return why the sizes of a call are not those of its nodes x, which PyG checks, or None."""
-    src, dst = (x, x) if isinstance(x, Tensor) else x
-    nodes = (src.shape[0], dst.shape[0])
-    if tuple(size) == nodes:
-        return None
-    return permanent(f"its size is {tuple(size)}, and its nodes are {nodes}")
 
 
 def _outcome_of(modules: GraphNetworkModules) -> str:
@@ -259,26 +239,34 @@ def _outcome_of(modules: GraphNetworkModules) -> str:
     return EDGES if isinstance(modules.nodes, Refusal) else FUSED
 
 
-def _read_modules(
-    block: Any, settings: Settings, x_dst: Tensor, edge_index: Any, gathered: Ranks | None
-) -> GraphNetworkModules:
-    """Return the modules of a block; `gathered` are the ranks whose nodes Anemoi gathers."""
-    if settings.fusion not in FUSES_SUBLAYERS:
-        return GraphNetworkModules(UNWANTED, UNWANTED)
-    computation = SIZES_OF_TRACE if torch.jit.is_tracing() else computation_of(settings, x_dst)
-    refusal = computation if isinstance(computation, Refusal) else None
-    if refusal is None and (
-        not isinstance(edge_index, Tensor) or edge_index.layout != torch.strided
-    ):
-        refusal = permanent("its edges are no edge_index [2, E]")
-    if refusal is None and gathered is not None and settings.fusion == "auto":
-        num_nodes = _num_nodes(gathered.src) + _num_nodes(gathered.dst)
-        refusal = GATHERED if num_nodes > 2 * edge_index.shape[1] else None
-    if refusal is None and settings.config.precision is not None:
-        refusal = permanent("the precision of the attention is set")
-    if refusal is not None:
-        return GraphNetworkModules(refusal, refusal)
-    assert isinstance(computation, Computation)
+def _computation_of(
+    settings: Settings, nodes: tuple[Tensor, Tensor], edge_index: Any, call: Call, *, gathers: bool
+) -> Computation | Refusal:
+    """Return how the updates of a block are computed fused, or why they are not.
+
+    `gathers`: if there are several ranks, Anemoi gathers their nodes.
+    """
+    src, dst = nodes
+    computation = computation_of(settings, dst)
+    if isinstance(computation, Refusal):
+        return computation
+    ranks, size = call
+    sizes = (src.shape[0], dst.shape[0])
+    if ranks is None and size is not None and tuple(size) != sizes:  # which PyG checks
+        return permanent(f"its size is {tuple(size)}, and its nodes are {sizes}")
+    if not isinstance(edge_index, Tensor) or edge_index.layout != torch.strided:
+        return permanent("its edges are no edge_index [2, E]")
+    if ranks is not None and gathers and settings.fusion == "auto":
+        num_nodes = _num_nodes(ranks.src) + _num_nodes(ranks.dst)
+        if num_nodes > 2 * edge_index.shape[1]:
+            return GATHERED
+    if settings.config.precision is not None:
+        return permanent("the precision of the attention is set")
+    return computation
+
+
+def _read_modules(block: Any, x_dst: Tensor, computation: Computation) -> GraphNetworkModules:
+    """Return the modules of a block for destinations like `x_dst`."""
 
     def read() -> GraphNetworkModules:
         refusal = why_not_plain(("conv", block.conv, (plain.ANEMOI_GRAPH_CONV,)))
@@ -298,7 +286,7 @@ def _num_nodes(sizes: Any) -> int:
     return sum(size if isinstance(size, int) else size[0] for size in sizes)
 
 
-def _read_embedding(mlp: Any, computation: Computation, x: Tensor) -> NetworkModules | Refusal:
+def _read_embedding(mlp: Any, x: Tensor, computation: Computation) -> NetworkModules | Refusal:
     """Return the modules of an MLP for rows like x."""
     if not _is_embedding(mlp):
         return NOT_OF_GRAPH_NETWORK

@@ -312,7 +312,7 @@ def examine(model: nn.Module) -> tuple[report.Computed, ...]:
     x = torch.empty(0, 1, device=device)  # decisions do not depend on the number of features
     edge_index = torch.empty(2, 0, dtype=torch.int64, device=device)
     with install(), torch.autocast(device.type, torch.bfloat16):
-        for _, block in report.blocks_of(model):
+        for block in report.blocks_of(model):
             if isinstance(block, Upstream.graph_networks):
                 graph_networks.decide(block, x, edge_index, graph_networks.Call(None, None))
             elif isinstance(block, Upstream.transformers):
@@ -357,11 +357,9 @@ def swap_layers(
         As for `install`.
     """
     config = KernelConfig(backend=backend, precision=precision, replay=replay)
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
     count_blocks(model)
     settings = _switch_on(config, fusion=fusion, sharding=sharding, keep_hidden=keep_hidden)
-    for _, block in report.blocks_of(model):
+    for block in report.blocks_of(model):
         SETTINGS.choose(block, settings)
     for module in model.modules():
         if isinstance(module, (Upstream.network, find(*SDPA))):

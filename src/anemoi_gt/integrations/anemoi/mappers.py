@@ -8,13 +8,15 @@ renumbers the edges of each chunk at each pass; here, they are cut once (`edge_l
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anemoi_gt.integrations.anemoi.decision import decide_linear
+from anemoi_gt.integrations.anemoi.decision import decide_layer
 from anemoi_gt.integrations.anemoi.edge_lists import cut_destinations, list_of_mapper, rows_of_chunk
+from anemoi_gt.integrations.anemoi.settings import SETTINGS
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn import fused_block
 from anemoi_gt.nn.chunk_gradients import rows_of
@@ -133,7 +135,9 @@ def _range_of(index: Tensor) -> slice | None:
 
 def _linear(mapper: Any, name: str, x: Tensor) -> Tensor:
     """Return the result of a linear layer of a mapper, fused or by its module."""
-    modules = decide_linear(mapper, name, x)
+    layer = getattr(mapper, name)
+    read = partial(fused_block.read_linear_layer, layer, name, x)
+    modules = decide_layer(layer, SETTINGS.of(mapper.proc), x, read)
     if isinstance(modules, Refusal):
-        return getattr(mapper, name)(x)
+        return layer(x)
     return fused_block.network(modules, x)

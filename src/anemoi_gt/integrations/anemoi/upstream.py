@@ -18,8 +18,9 @@ from typing import Any, ClassVar
 
 from anemoi_gt.integrations.anemoi.versions import (
     NEWEST,
-    Difference,
-    difference_of,
+    RETURNS_ROWS_ONLY,
+    SOURCES_TAKE_CONDITION_OF_DESTINATIONS,
+    body_hash,
     unknown_body,
 )
 from anemoi_gt.nn import plain
@@ -74,12 +75,11 @@ def resolve_upstream() -> None:
     kinds = (block.GraphConvProcessorBlock, block.GraphConvMapperBlock)
     Upstream.graph_networks = tuple(kind for kind in kinds if unknown_body(kind.forward) is None)
     Upstream.network = find("anemoi.models.layers.mlp", "MLP")
-    processor_forward = difference_of(block.TransformerProcessorBlock.forward)
-    Upstream.returns_rows_only = processor_forward is Difference.ROWS_ONLY
-    mapper_forward = difference_of(block.GraphTransformerMapperBlock.forward)
-    is_of_destinations = mapper_forward is Difference.CONDITION_OF_SOURCES
-    Upstream.sources_take_destination_condition = is_of_destinations
-    recognise_modules()
+    body = body_hash(block.TransformerProcessorBlock.forward)
+    Upstream.returns_rows_only = body == RETURNS_ROWS_ONLY
+    body = body_hash(block.GraphTransformerMapperBlock.forward)
+    condition_of_destinations = body == SOURCES_TAKE_CONDITION_OF_DESTINATIONS
+    Upstream.sources_take_destination_condition = condition_of_destinations
     with suppress(ImportError):  # an older version
         Upstream.partition = import_module("anemoi.models.distributed.khop_edges")
     with suppress(ImportError, ValueError):  # anemoi-models raises ValueError without Triton

@@ -1,8 +1,8 @@
 """Generations of anemoi-models: releases with the same code where it is replaced.
 
 A record holds what is new in its first release: hashes of bodies by the name of a method or
-function, and what differs from the newest in a way that parameters do not show. A release whose
-bodies are those of the last record needs one line, `NEWEST`, and a test id.
+function. A release whose bodies are those of the last record needs one line, `NEWEST`, and a test
+id.
 
 The parameters of a method do not determine what it computes: `_assemble_output` has the same
 parameters in 0.12.0 and 0.19.0, whose output has one dimension more. A body that is in no version
@@ -13,7 +13,6 @@ Python that this library supports: `ast.dump` is not.
 
 import ast
 from collections.abc import Callable
-from enum import Enum
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -23,11 +22,9 @@ OLDEST = "0.9.2"  # release whose graph-transformer blocks are the first that we
 NEWEST = "0.19.0"
 
 
-class Difference(Enum):
-    """What a body does otherwise than the newest one."""
-
-    CONDITION_OF_SOURCES = "sources are updated under the condition of the destinations"
-    ROWS_ONLY = "rows are returned, not a tuple"
+# bodies that do otherwise than the newest ones of their names
+SOURCES_TAKE_CONDITION_OF_DESTINATIONS = "05102bf261b0"  # of a mapper block that updates them
+RETURNS_ROWS_ONLY = "bbab4f483533"  # the processor block of transformers, not a tuple
 
 
 class Generation(NamedTuple):
@@ -35,7 +32,6 @@ class Generation(NamedTuple):
 
     first: str  # release
     bodies: dict[str, str | None]  # hash by name; None: it has gone, or moved to another class
-    differs: dict[str, Difference] = {}  # noqa: RUF012  a field of a NamedTuple, never written
 
 
 GENERATIONS = (
@@ -74,12 +70,8 @@ GENERATIONS = (
         first="0.9.2",
         bodies={
             "GraphTransformerProcessorBlock.forward": "8810ad76f2be",
-            "GraphTransformerMapperBlock.forward": "05102bf261b0",
-            "TransformerProcessorBlock.forward": "bbab4f483533",
-        },
-        differs={
-            "GraphTransformerMapperBlock.forward": Difference.CONDITION_OF_SOURCES,
-            "TransformerProcessorBlock.forward": Difference.ROWS_ONLY,
+            "GraphTransformerMapperBlock.forward": SOURCES_TAKE_CONDITION_OF_DESTINATIONS,
+            "TransformerProcessorBlock.forward": RETURNS_ROWS_ONLY,
         },
     ),
     Generation(
@@ -227,16 +219,16 @@ GENERATIONS = (
 )
 
 
-def _all_bodies() -> dict[str, dict[str, Difference | None]]:
-    known: dict[str, dict[str, Difference | None]] = {}
+def _all_bodies() -> dict[str, set[str]]:
+    known: dict[str, set[str]] = {}
     for generation in GENERATIONS:
         for name, digest in generation.bodies.items():
             if digest is not None:
-                known.setdefault(name, {})[digest] = generation.differs.get(name)
+                known.setdefault(name, set()).add(digest)
     return known
 
 
-KNOWN = _all_bodies()  # {name: {hash of a reviewed body: what it does otherwise}}
+KNOWN = _all_bodies()  # {name: hashes of reviewed bodies}
 
 
 def unknown_body(function: Callable) -> str | None:
@@ -247,11 +239,6 @@ def unknown_body(function: Callable) -> str | None:
     if digest in KNOWN.get(function.__qualname__, ()):
         return None
     return f"its body matches no reviewed version of anemoi-models (hash {digest})"
-
-
-def difference_of(function: Callable) -> Difference | None:
-    """Return what the body of a function does otherwise than the newest one."""
-    return KNOWN.get(function.__qualname__, {}).get(body_hash(function) or "")
 
 
 _IGNORED = {"annotation", "returns", "type_comment", "type_params", "kind", "ctx"}
