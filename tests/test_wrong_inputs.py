@@ -400,7 +400,6 @@ def test_numpy_numbers_and_unbounded_integers_are_allowed():
         lambda: from_edge_index([[0], [1]], (2, 2)),
         r"edge_index must be a tensor \[2, E\] .*, got list",
     ),
-    (lambda: swap_layers(None), "model must be a torch.nn.Module, got None"),
     *options(
         partial(swap_layers, torch.nn.ModuleList([TransformerConv(4, 8)])),
         "be one of",

@@ -67,7 +67,6 @@ REFUSED = {
         {},
         "a TransformerConv of PyG, or a block of Anemoi's .*, got Linear without one",
     ),
-    "no module": (dict, {}, "model must be a torch.nn.Module, got {}"),
     "an option of Anemoi for PyG": (
         lambda: nn.ModuleList([TransformerConv(4, 4)]),
         {"fusion": "none"},

@@ -185,8 +185,6 @@ def _layers_of(
     model: nn.Module, wanted: str, accepts: Callable[[nn.Module], bool]
 ) -> list[nn.Module]:
     """Return the layers of a module that are `wanted`; ValueError if none, or if `model` is one."""
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
     if isinstance(model, KINDS):
         raise ValueError(
             f"model must be a module that holds layers, got a bare {type(model).__name__}, which "

@@ -60,8 +60,6 @@ def swap_layers(
       (second): GraphTransformerConv(8, 2, heads=1)
     )
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
     is_of_pyg = any(isinstance(module, pyg.KINDS) for module in model.modules())
     is_of_anemoi = _has_blocks_of_anemoi(model)
     kind = type(model).__name__

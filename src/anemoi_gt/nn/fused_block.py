@@ -71,13 +71,12 @@ class BlockModules(NamedTuple):
         cond: Tensor | tuple | None,
         config: KernelConfig,
         computation: Computation,
-        refused: tuple[Refusal | None, Refusal | None, Refusal | None] = (None, None, None),
+        refused_attention: Refusal | None = None,
     ) -> "BlockModules":
         """Read a block of this library or of Anemoi for a call on destinations like x.
 
-        `refused` are the caller's refusals of its sub-layers; None if there is none.
+        `refused_attention` is the caller's reason not to fuse the attention.
         """
-        refused_attention, refused_feed_forward, refused_sources = refused
         children = block._modules
         attention: AttentionModules | Refusal
         if refused_attention is not None:
@@ -86,18 +85,13 @@ class BlockModules(NamedTuple):
             attention = permanent("the precision of its attention is set")
         else:
             attention = for_call(read_attention(block, computation), x, cond)
-        feed_forward: NetworkModules | Refusal
-        if refused_feed_forward is not None:
-            feed_forward = refused_feed_forward
-        else:
-            norm = ("layer_norm_mlp_dst", children.get("layer_norm_mlp_dst"))
-            mlp = children.get("node_dst_mlp")
-            modules = read_network(mlp, computation, "node_dst_mlp", norm_in=norm)
-            feed_forward = for_call(modules, x, cond)
+        norm = ("layer_norm_mlp_dst", children.get("layer_norm_mlp_dst"))
+        mlp = children.get("node_dst_mlp")
+        modules = read_network(mlp, computation, "node_dst_mlp", norm_in=norm)
+        feed_forward = for_call(modules, x, cond)
         sources: NetworkModules | Refusal = NO_SOURCES
-        if refused_sources is not None:
-            sources = refused_sources
-        elif block.__dict__.get("update_src_nodes", False):  # of a mapper
+        # processor blocks of anemoi-models have the attribute but nothing to update
+        if block.__dict__.get("update_src_nodes", False) and hasattr(block, "run_node_src_mlp"):
             norm = ("layer_norm_mlp_src", children.get("layer_norm_mlp_src"))
             mlp = children.get("node_src_mlp")
             modules = read_network(mlp, computation, "node_src_mlp", norm_in=norm)

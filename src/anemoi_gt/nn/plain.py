@@ -58,6 +58,7 @@ ANEMOI_BLOCK = "Anemoi's graph-transformer block"
 ANEMOI_ATTENTION = "Anemoi's attention"
 ANEMOI_GRAPH_CONV = "Anemoi's GraphConv"
 ANEMOI_PROVIDER = "Anemoi's StaticGraphProvider"
+ANEMOI_WINDOW = "Anemoi's SDPAAttentionWrapper"
 
 # Registries of hooks that a call of a module runs. Hooks with keyword arguments, and those that
 # always run, are in them too. Hooks on state dicts do not run in a call.
@@ -82,7 +83,6 @@ class Kind(NamedTuple):
     # A layer of PyG's message passing: attributes, and the values that are admitted. It has the
     # hooks, the aggregation and the switch of explainers of `PYG_HOOKS`, `AGGREGATION`, `EXPLAIN`.
     messages: tuple[tuple[str, tuple], ...] = ()
-    networks: tuple[str, ...] = ()  # methods that are called unless they are plain, one by one
     # What of a call runs all the same, "forward" and "hooks": subclasses may override the former.
     keeps: tuple[str, ...] = ()
 
@@ -145,12 +145,11 @@ TABLE: dict[str, Kind] = {
         (("node_dim", (-2, 0)), *MESSAGES_OF_EDGES),  # the same of rows [N, F]
     ),
     **{
-        f"anemoi.models.layers.block.GraphTransformer{name}Block": Kind(
-            ANEMOI_BLOCK, networks=("run_node_dst_mlp", "run_node_src_mlp"), keeps=CALL
-        )
+        f"anemoi.models.layers.block.GraphTransformer{name}Block": Kind(ANEMOI_BLOCK, keeps=CALL)
         for name in ("Processor", "Mapper")
     },
     "anemoi.models.layers.graph_provider.StaticGraphProvider": Kind(ANEMOI_PROVIDER, keeps=CALL),
+    "anemoi.models.layers.attention.SDPAAttentionWrapper": Kind(ANEMOI_WINDOW, keeps=CALL),
 }
 
 
@@ -169,13 +168,12 @@ class Recognised(NamedTuple):
     class_name: str  # qualified, of the class of `TABLE`, from which a subclass inherits
     # of the class and its bases below nn.Module: what each holds, and what it held
     classes: tuple[tuple[Mapping[str, Any], dict[str, Any]], ...]
-    networks: dict[str, Callable | str]  # by name; or why its body is not known
     # where functions of the class look up others: what is there, names of these, and what they were
     called: tuple[tuple[dict[str, Any], tuple[str, ...], list[Any]], ...]
     answer: Checks | str  # or why its code is not recognised
 
 
-UNKNOWN = Recognised(None, "", (), {}, (), "")
+UNKNOWN = Recognised(None, "", (), (), "")
 HELD_BY_MODULE = vars(nn.Module).items()
 MODULE_CALL = {name: vars(nn.Module)[name] for name in ("__call__", "_call_impl")}.items()
 _RECOGNISED: dict[type, Recognised] = {}
@@ -320,30 +318,6 @@ def _is_plain_subclass(kind: Any) -> bool:
     return of_kind in (of_tensor, nn.Parameter.__torch_function__)
 
 
-def why_not_plain_method(module: nn.Module, name: str) -> Refusal | None:
-    """Return why a method in `networks` of a row must be called, or None if it is plain."""
-    reason = _of_method(type(module), name)
-    if reason is not None:
-        return permanent(f"it {reason}")
-    if name in module.__dict__:
-        return permanent(f"it has a {name} set on it, which would be skipped")
-    return None
-
-
-@constant_when_traced
-def _of_method(kind: type, name: str) -> str | None:
-    """Return why a method of `networks` is another one than was recognised, or None."""
-    recognised = _RECOGNISED.get(kind) or _recognised(kind)
-    function = recognised.networks.get(name)
-    if isinstance(function, str):
-        return function
-    if function is None:
-        return f"is a {qualified_name(kind)}, whose {name} is not known"
-    if getattr(kind, name) is function:
-        return None
-    return _why_other_method(kind, recognised.class_name, name)
-
-
 def why_overridden(kind: type, base: type) -> str | None:
     """Return what a subclass of a class of `TABLE` overrides of what it computes, or None."""
     row = TABLE[qualified_name(base)]
@@ -359,7 +333,7 @@ def why_overridden(kind: type, base: type) -> str | None:
 
 def _counts(name: str, row: Kind) -> bool:
     """Return whether a function of a class in `TABLE` decides over the result of its modules."""
-    if name in NOT_COMPUTING or name in row.networks:
+    if name in NOT_COMPUTING:
         return False
     return name != "forward" or "forward" not in row.keeps
 
@@ -399,12 +373,6 @@ def recognise(
         reason = reason or _why_unknown(kind, owner, name, function, unknown_body)
         functions[name] = None
         computing.append(function)
-    networks: dict[str, Callable | str] = {}
-    for name in row.networks:
-        network: Callable | None = getattr(kind, name, None)
-        if network is not None:
-            owner = _defining_class(kind, name)
-            networks[name] = _why_unknown(kind, owner, name, network, unknown_body) or network
     skips_call = "hooks" not in row.keeps
     classes: list[tuple[Mapping[str, Any], dict[str, Any]]] = []
     for base in _classes_of(kind):
@@ -415,7 +383,7 @@ def recognise(
         if refusal is not None:
             reason = reason or refusal.text
     recorded: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
-    for namespace, name in _called_by((*computing, *filter(callable, networks.values()))):
+    for namespace, name in _called_by(computing):
         recorded.setdefault(id(namespace), (namespace, {}))[1][name] = namespace[name]
         if _is_foreign(namespace, name):
             reason = reason or _why_replaced(namespace, name)
@@ -425,12 +393,12 @@ def recognise(
     functions.pop("__call__", None)  # which is looked up on the class
     answer: Checks = (tuple(functions), skips_call, row if row.messages else None, ())
     _RECOGNISED[kind] = Recognised(
-        row.role, class_name, tuple(classes), networks, tuple(called), reason or answer
+        row.role, class_name, tuple(classes), tuple(called), reason or answer
     )
     return reason
 
 
-def _called_by(functions: tuple[Callable, ...]) -> Iterator[tuple[dict[str, Any], str]]:
+def _called_by(functions: list[Callable]) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield namespace and name of each function of another package that functions look up.
 
     A replacement of this library calls what it replaces, or computes the same.
@@ -571,7 +539,7 @@ def _of_classes(
             continue
         answer: Checks | Refusal | str
         recognised = _RECOGNISED.get(kind) or _recognised(kind)
-        role, _, classes, _, called, answer = recognised
+        role, _, classes, called, answer = recognised
         if type(answer) is tuple:
             # as they are now: functions of classes and modules are patched at any time
             for held, recorded in classes:
@@ -716,11 +684,6 @@ def _is_defined_in(function: Any, owner: type) -> bool:
     # of a base's: decorators of PyTorch, and what PyG keeps on a class of another package
     packages = [_package(base.__module__) for base in owner.__mro__]
     return package in packages or _is_generated_for(owner, function)
-
-
-def _defining_class(kind: type, name: str) -> type:
-    """Return the class from which a class has a method."""
-    return next((base for base in kind.__mro__ if name in vars(base)), kind)
 
 
 def _package(module: str) -> str:

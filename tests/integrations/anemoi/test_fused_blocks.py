@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 import torch
 from anemoi.models.layers.block import (
-    GraphTransformerBaseBlock,
     GraphTransformerMapperBlock,
     GraphTransformerProcessorBlock,
 )
@@ -272,13 +271,6 @@ def with_part(name, make):
     return lambda block: block.set_submodule(name, make(block.get_submodule(name)))
 
 
-class OwnUpdate(GraphTransformerProcessorBlock):
-    """A block that updates its nodes in a way of its own."""
-
-    def run_node_dst_mlp(self, *arguments):
-        return 2 * super().run_node_dst_mlp(*arguments)
-
-
 def double(owner, method):
     """Replace a method of one instance by twice what it returns."""
     upstream = getattr(owner, method)
@@ -305,11 +297,8 @@ NO_FEED_FORWARD = {  # reason: a change after which only the attention sub-layer
     "its layer_norm_mlp_dst is a torch.nn.modules.normalization.GroupNorm, and": with_part(
         "layer_norm_mlp_dst", lambda _: nn.GroupNorm(1, 16)
     ),
-    "it is a .*OwnUpdate, which overrides run_node_dst_mlp": lambda block: setattr(
-        block, "__class__", OwnUpdate
-    ),
-    "it has a run_node_dst_mlp set on it, which would be skipped": lambda block: double(
-        block, "run_node_dst_mlp"
+    "its node_dst_mlp.mlp.0 has a forward set on it, which would be skipped": lambda block: double(
+        block.node_dst_mlp.mlp[0], "forward"
     ),
 }
 UNSERVED = NO_ATTENTION | NO_FEED_FORWARD
@@ -348,25 +337,7 @@ def test_an_unsupported_option_costs_only_its_sub_layer_and_is_logged_once(reaso
     assert re.match(reason, computed.reason)
     assert_as_accurate(ours, anemoi, exact, torch.bfloat16)
     (message,) = said()
-    assert re.match(f"a sub-layer of an Anemoi block is not fused: {reason}", message)
-
-
-def test_a_helper_of_another_version_costs_only_its_sub_layer_and_is_named(said, monkeypatch):
-    helper = GraphTransformerBaseBlock.run_node_dst_mlp
-
-    def with_another_body(self, x, **layer_kwargs):
-        return 2 * helper(self, x, **layer_kwargs)
-
-    monkeypatch.setattr(GraphTransformerBaseBlock, "run_node_dst_mlp", with_another_body)
-    block, inputs = block_of("processor"), block_inputs()
-    exact = differentiate_block(block, inputs)
-    with autocast():
-        anemoi = differentiate_block(block, inputs)
-    with integration.install(backend="triton"), autocast(), Operators() as operators:
-        ours = differentiate_block(block, inputs)
-    assert_as_accurate(ours, anemoi, exact, torch.bfloat16)
-    assert counted(operators.names) == {ATTENTION: 1, FEED_FORWARD: 0}
-    assert re.search("whose run_node_dst_mlp was replaced", said()[0])
+    assert re.match(rf"an Anemoi block \(.*\) is not fused as a whole: {reason}", message)
 
 
 @pytest.mark.parametrize("reason", UNSERVED)
@@ -388,7 +359,7 @@ def test_a_sub_layer_that_was_asked_for_and_cannot_be_fused_is_refused_unless_a_
 # Dynamo sees each of these in another way: hooks, a method of an instance, another module, and another class.
 COMPILED_REASONS = (
     "its lin_query has a forward set on it, which would be skipped",
-    "it is a .*OwnUpdate, which overrides run_node_dst_mlp",
+    "its node_dst_mlp.mlp.0 has a forward set on it, which would be skipped",
 )
 
 

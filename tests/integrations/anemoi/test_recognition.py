@@ -78,7 +78,10 @@ def test_compiled_code_of_a_changed_attention_has_none_of_our_operators(inputs, 
     assert not [target for traced in graphs for target in traced if "anemoi_gt" in target]
 
 
-CALLED = ("apply_gt", "get_qkve", "_apply_qk_norm", "attention_block", "prepare_qkve_edge_sharding")
+CALLED = (
+    *("apply_gt", "get_qkve", "_apply_qk_norm", "attention_block", "prepare_qkve_edge_sharding"),
+    "run_node_dst_mlp",
+)
 
 
 @pytest.mark.parametrize("on_gpu", (False, True), ids=("pyg", "triton"))

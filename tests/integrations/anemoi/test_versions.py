@@ -17,7 +17,6 @@ from support.once import compute_once
 from support.upstream import NEWEST, OLD, OTHERS, PINNED, each, folder_of
 
 from anemoi_gt.integrations.anemoi import versions
-from anemoi_gt.integrations.anemoi.bodies import hash_of_definition
 
 SCRIPT = Path(__file__).parents[2] / "support" / "anemoi_reports.py"
 TESTS = str(SCRIPT.parents[1])
@@ -226,7 +225,7 @@ def test_the_bodies_of_a_version_are_those_of_its_generation(version):
     upstream = definitions(version)
     expected = bodies_of(version)
     for name, bodies in versions.KNOWN.items():
-        actual = hash_of_definition(upstream[name]) if name in upstream else None
+        actual = versions.hash_of_definition(upstream[name]) if name in upstream else None
         known = actual if actual in bodies else None
         assert known == expected.get(name), name
 

@@ -268,7 +268,7 @@ def with_mask_of_scores(attention):
 
 EDITS = {
     "its `attention` is not PyTorch's": with_own_function,
-    "its `create_sliding_window_mask` is not Anemoi's": with_own_maker,
+    "it has a create_sliding_window_mask set on it, which would be skipped": with_own_maker,
     "its `attn_mask` is not that of its window": with_changed_mask,
     "its `attn_mask` is not that of its window ": with_mask_of_scores,
 }

@@ -22,7 +22,7 @@ from anemoi_gt.integrations.anemoi.upstream import replaces
 _ON_DEVICE = WeakTensorKeyDictionary()
 
 
-@replaces("self x_out x_skip batch_size ensemble_size dtype dataset_name")
+@replaces
 def assemble_output(
     _: Any,
     self: Any,
@@ -58,7 +58,7 @@ def assemble_output(
     return x_out
 
 
-@replaces("self x_out x_skip batch_size batch_ens_size dtype dataset_name")
+@replaces
 def assemble_ensemble_output(
     upstream: Callable,
     self: Any,

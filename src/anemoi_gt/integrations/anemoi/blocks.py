@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anemoi_gt.integrations.anemoi.decision import (
     UPSTREAM,
@@ -17,7 +17,6 @@ from anemoi_gt.integrations.anemoi.decision import (
     Decision,
     decide,
     decide_transformer,
-    dropout_of,
 )
 from anemoi_gt.integrations.anemoi.edge_lists import structure_of
 from anemoi_gt.integrations.anemoi.sharding import (
@@ -32,11 +31,8 @@ from anemoi_gt.nn.layer_kernels import cast_for_projections
 from anemoi_gt.ops import edge_attention
 from anemoi_gt.refusal import Refusal
 
-PARAMETERS = "self x edge_attr edge_index shard_info batch_size size model_comm_group cond"
-OLDER = PARAMETERS.replace("shard_info", "shapes")  # before 0.15
 
-
-@replaces(OLDER, PARAMETERS, f"{PARAMETERS} edges_are_dst_sorted kwargs")
+@replaces
 def processor_block(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute a block on one set of nodes."""
     call = Call.of(*args, **kwargs)
@@ -60,17 +56,13 @@ def processor_block(upstream: Callable, self: Any, *args: Any, **kwargs: Any) ->
             out = _attend_with_halo_of_anemoi(self, decision, x, call)
         else:
             out = _attend_by_heads(self, decision, x, x, call)
-        return _project(self, out + self_term) + call.x
+        return self.projection(out + self_term) + call.x
 
     out = _forward(self, decision, call, (call.x, call.x), (call.cond, call.cond), shard, attend)
     return out, call.edge_attr
 
 
-@replaces(
-    f"{OLDER} layer_kwargs",
-    f"{PARAMETERS} layer_kwargs",
-    f"{PARAMETERS} edges_are_dst_sorted layer_kwargs",
-)
+@replaces
 def mapper_block(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute a block from sources to destinations; with "edges", the mapper exchanges rows."""
     call = Call.of(*args, **kwargs)
@@ -95,16 +87,13 @@ def mapper_block(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> An
     return (x_src, out), call.edge_attr
 
 
-@replaces(
-    "self x shapes batch_size model_comm_group cond layer_kwargs",
-    "self x shard_info batch_size model_comm_group cond layer_kwargs",
-)
+@replaces
 def transformer_processor_block(
     upstream: Callable, self: Any, x: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """Compute a transformer block of a processor: Anemoi's attention, fused feed-forward."""
     shards, batch_size, group, cond = _transformer_arguments(*args, **kwargs)
-    modules = decide_transformer(self, "layer_norm_mlp", x, cond).fused.feed_forward
+    modules = decide_transformer(self, x, cond)
     if isinstance(modules, Refusal):
         return upstream(self, x, *args, **kwargs)
     normed = self.layer_norm_attention(x, **_named_condition(cond))
@@ -113,11 +102,7 @@ def transformer_processor_block(
     return x if Upstream.returns_rows_only else (x,)
 
 
-@replaces(
-    "self x shapes batch_size model_comm_group",
-    "self x shapes batch_size model_comm_group cond",
-    "self x shard_info batch_size model_comm_group cond",
-)
+@replaces
 def transformer_mapper_block(
     upstream: Callable, self: Any, x: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -125,8 +110,7 @@ def transformer_mapper_block(
     shards, batch_size, group, cond = _transformer_arguments(*args, **kwargs)
     cond_src, cond_dst = (None, None) if cond is None else cond
     x_src, x_dst = x
-    # "mpl" is upstream's spelling; its layer_norm_mlp is not used
-    modules = decide_transformer(self, "layer_norm_mpl", x_dst, cond_dst).fused.feed_forward
+    modules = decide_transformer(self, x_dst, cond_dst)
     if isinstance(modules, Refusal):
         return upstream(self, x, *args, **kwargs)
     src = self.layer_norm_attention_src(x_src, **_named_condition(cond_src))
@@ -203,8 +187,9 @@ def _attend_with_halo(
         rows = pending.wait().flatten(0, 1)
         operands = block.get_qkve((rows, local_rows), call.edge_attr)
         size = (rows.shape[0], local_rows.shape[0])
+        num_chunks = 1 if block.training else Upstream.block_module.NUM_CHUNKS_INFERENCE_PROCESSOR
         return block._forward_edges_sharded_attention(
-            *operands, local, size, _num_chunks(block), edges_are_dst_sorted=True
+            *operands, local, size, num_chunks, edges_are_dst_sorted=True
         )
 
     def sources() -> Tensor:
@@ -290,6 +275,8 @@ def _attend(
             rows.unflatten(0, (batch, -1)) for rows in (query, key, value, edges)
         )
     assert decision.settings is not None  # or Anemoi's forward would compute
+    conv = block.conv  # or a function
+    drops = isinstance(conv, nn.Module) and conv.training
     out, _ = edge_attention(
         query,
         key,
@@ -297,7 +284,7 @@ def _attend(
         graph,
         edges,
         *embedding,
-        dropout_p=dropout_of(block.conv),
+        dropout_p=conv.dropout if drops else 0.0,
         config=decision.settings.config,
     )
     out = out if batch == 1 else out.flatten(0, 1)
@@ -306,15 +293,3 @@ def _attend(
 
 def _split_heads(block: Any, rows: Tensor) -> Tensor:
     return rows.unflatten(-1, (block.num_heads, block.out_channels_conv))
-
-
-def _num_chunks(block: Any) -> int:
-    """Return the number of chunks in which a processor block projects nodes, as Anemoi does."""
-    return 1 if block.training else Upstream.block_module.NUM_CHUNKS_INFERENCE_PROCESSOR
-
-
-def _project(block: Any, rows: Tensor) -> Tensor:
-    num_chunks = _num_chunks(block)
-    if num_chunks == 1:
-        return block.projection(rows)
-    return torch.cat([block.projection(chunk) for chunk in rows.tensor_split(num_chunks)])

@@ -23,7 +23,7 @@ from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces, wraps_any
 from anemoi_gt.nn.activation_checkpointing import chunk_result
 
 
-@replaces("func enabled args kwargs")
+@replaces
 def maybe_checkpoint(
     upstream: Callable,
     func: Callable,

@@ -1,19 +1,20 @@
 """The outcome for a block, decided once in each of its forward passes.
 
-    fused         its attention sub-layer fused, and its feed-forward sub-layer if possible
-    attention     the block's modules around anemoi_gt's attention; feed-forward fused if possible
-    feed_forward  a transformer block with fused feed-forward and Anemoi's attention
-    upstream      Anemoi's own forward
+    fused              its attention sub-layer fused, and its feed-forward sub-layer if possible
+    attention only     the block's modules around anemoi_gt's attention; feed-forward fused if
+                       possible
+    feed-forward only  a transformer block with fused feed-forward and Anemoi's attention
+    upstream           Anemoi's own forward
 
 The decision depends on mutable state, such as hooks and parameters, so it is taken once in each
 forward pass, and again in a recomputation, from the current state (`nn.unchanged`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from anemoi_gt.integrations.anemoi import report
 from anemoi_gt.integrations.anemoi.settings import FUSES_SUBLAYERS, SETTINGS, Settings
@@ -24,12 +25,7 @@ from anemoi_gt.nn.fused_block import (
     NOT_FASTER,
     BlockModules,
 )
-from anemoi_gt.nn.plain import (
-    ANEMOI_ATTENTION,
-    ANEMOI_BLOCK,
-    why_not_plain,
-    why_not_plain_method,
-)
+from anemoi_gt.nn.plain import ANEMOI_ATTENTION, ANEMOI_BLOCK, why_not_plain
 from anemoi_gt.nn.sublayers import (
     NO_SUBLAYERS,
     Computation,
@@ -43,10 +39,10 @@ from anemoi_gt.ops.backends import may_be_faster_fused
 from anemoi_gt.refusal import Refusal, RefusalKind, not_faster, permanent, transient
 from anemoi_gt.torch_compat import is_exporting
 
-FUSED, ATTENTION, UPSTREAM = "fused", "attention", "upstream"
-FEED_FORWARD = "feed_forward"
+FUSED, ATTENTION, UPSTREAM = "fused", "attention only", "upstream"
+FEED_FORWARD = "feed-forward only"
 UNWANTED = not_faster("its sub-layers are not fused")
-NOT_FUSED = BlockModules.by_modules(UNWANTED)
+SHARDED_BY_ANEMOI = permanent("its nodes are sharded by Anemoi")
 SIZES_OF_TRACE = transient("torch.jit.trace records it, which would make constants of sizes")
 
 
@@ -54,13 +50,12 @@ class Decision(NamedTuple):
     """Outcome for a block in one forward pass."""
 
     settings: Settings | None  # None: neither installed nor swapped
-    outcome: str  # FUSED, ATTENTION, FEED_FORWARD or UPSTREAM
+    outcome: str  # FUSED, ATTENTION or UPSTREAM
+    fused: BlockModules = BlockModules.by_modules(UNWANTED)
+    refusals: tuple[Refusal, ...] = ()  # why it is not fused as a whole
     has_raw_edges: bool = False  # the attention applies `lin_edge` itself
-    reason: str | None = None  # why the request was not fully met, or None
-    fused: BlockModules = NOT_FUSED
     # methods of the block itself are other ones than Anemoi's; the same on all ranks
     is_overridden: bool = False
-    warnings: tuple[str, ...] = ()  # for the log
 
 
 NOT_INSTALLED = Decision(None, UPSTREAM)
@@ -105,73 +100,66 @@ def decide(block: Any, x_dst: Tensor, call: Call, *, gathers: bool) -> Decision:
     settings = SETTINGS.of(block)
     if settings is None:
         return NOT_INSTALLED
-    computation = _computation_of_block(settings, x_dst)
+    computation = computation_of(settings, x_dst)
     takes_list = isinstance(call.edge_index, Tensor) and call.edge_index.layout == torch.strided
     rows = (type(x_dst), x_dst.dtype)
     decision = reading(
         (block,),
         (settings, computation, gathers, takes_list, rows, call.cond is None),
         lambda: _decide(block, x_dst, call, settings, computation, gathers=gathers),
-        _is_kept,
+        lambda decision: none_refused(decision.refusals),
     )
-    _report(block, decision)
+    report.record(block, decision.outcome, decision.refusals)
     return decision
 
 
-def _report(block: Any, decision: Decision) -> None:
-    for warning in decision.warnings:
-        report.warn_once(warning)
-    report.record(block, decision.outcome, decision.reason)
+def decide_transformer(block: Any, x: Tensor, cond: Tensor | None) -> NetworkModules | Refusal:
+    """Return the modules of a transformer block's feed-forward network for rows x, or why not.
 
-
-def _is_kept(decision: Decision) -> bool:
-    """Return whether a decision depends on modules and the key of `decide` alone."""
-    return decision.outcome != UPSTREAM and none_refused(decision.fused)
-
-
-def _computation_of_block(settings: Settings, x_dst: Tensor) -> Computation | Refusal:
-    """Return how fused sub-layers of a block compute, or why they are not fused."""
-    if settings.fusion not in FUSES_SUBLAYERS or is_exporting():
+    Log and keep the reason. Raise ValueError if fusion is "sublayers" and the named backend cannot
+    run.
+    """
+    settings = SETTINGS.of(block)
+    if settings is None:
         return UNWANTED
-    return computation_of(settings, x_dst)
-
-
-def decide_transformer(block: Any, norm_name: str, x: Tensor, cond: Tensor | None) -> Decision:
-    """Decide for a transformer block with rows x; log why if the request is not fully met.
-
-    `norm_name` names the norm before its feed-forward network. Raise ValueError if fusion is
-    "sublayers" and the named backend cannot run.
-    """
-    decision = _decide_transformer(block, norm_name, x, cond)
-    _report(block, decision)
-    return decision
-
-
-def decide_linear(mapper: Any, name: str, x: Tensor) -> NetworkModules | Refusal:
-    """Return the modules of a mapper's linear layer `name` for features x, or why it is called.
-
-    Log and keep the reason if it is refused. Raise ValueError if the named backend cannot run.
-    """
-    layer = getattr(mapper, name)
-    modules = _linear_of(mapper, layer, name, x)
-    report.record_network(layer, modules, "a linear layer of an Anemoi mapper")
+    modules = _feed_forward_of(block, x, cond, computation_of(settings, x))
+    refusals = refusals_in((modules,))
+    check_named(settings, refusals)
+    report.record(block, UPSTREAM if refusals else FEED_FORWARD, refusals)
     return modules
 
 
-def _linear_of(mapper: Any, layer: Any, name: str, x: Tensor) -> NetworkModules | Refusal:
-    settings = SETTINGS.of(mapper.proc)
-    if settings is None or settings.fusion not in FUSES_SUBLAYERS or is_exporting():
-        return UNWANTED
-    computation = computation_of(settings, x)
+def _feed_forward_of(
+    block: Any, x: Tensor, cond: Tensor | None, computation: Computation | Refusal
+) -> NetworkModules | Refusal:
     if isinstance(computation, Refusal):
         return computation
-    key = (name, computation, type(x), x.dtype, x.shape[-1])
-    return reading(
-        (layer,),
-        key,
-        lambda: fused_block.read_linear_layer(layer, name, x, computation),
-        none_refused,
-    )
+    # "mpl" is upstream's spelling in mappers, whose layer_norm_mlp is not used
+    norm_name = "layer_norm_mpl" if hasattr(block, "layer_norm_mpl") else "layer_norm_mlp"
+    norm = (norm_name, getattr(block, norm_name))
+    modules = read_network(block.mlp, computation, "mlp", norm_in=norm)
+    return fused_block.for_call(modules, x, cond)
+
+
+def decide_layer(
+    layer: Any,
+    settings: Settings | None,
+    x: Tensor,
+    read: Callable[[Computation], NetworkModules | Refusal],
+) -> NetworkModules | Refusal:
+    """Return the modules of a network or linear layer for rows x, as `read`, or why it is called.
+
+    Log and keep the reason. Raise ValueError if the named backend cannot run.
+    """
+    computation = UNWANTED if settings is None else computation_of(settings, x)
+    modules: NetworkModules | Refusal
+    if isinstance(computation, Refusal):
+        modules = computation
+    else:
+        key = (computation, type(x), x.dtype, x.shape[-1])
+        modules = reading((layer,), key, lambda: read(computation), none_refused)
+    report.record_network(layer, modules)
+    return modules
 
 
 def computation_of(settings: Settings, x: Tensor) -> Computation | Refusal:
@@ -179,6 +167,10 @@ def computation_of(settings: Settings, x: Tensor) -> Computation | Refusal:
 
     Raise ValueError if they are wanted and the named backend cannot run on x.
     """
+    if settings.fusion not in FUSES_SUBLAYERS or is_exporting():
+        return UNWANTED
+    if torch.jit.is_tracing():
+        return SIZES_OF_TRACE
     config, dtypes = settings.config, dtypes_of(x)
     if settings.fusion == "auto" and not may_be_faster_fused(config.backend, dtypes):
         return NOT_FASTER
@@ -186,23 +178,6 @@ def computation_of(settings: Settings, x: Tensor) -> Computation | Refusal:
     if not computation.backend.has_sublayers:
         return NOT_FASTER if settings.fusion == "auto" else NO_SUBLAYERS
     return computation
-
-
-def examine(block: Any, device: torch.device) -> Decision:
-    """Predict the decision on one rank and device, from the block only; log nothing."""
-    x = torch.empty(0, 1, device=device)  # decisions do not depend on the number of features
-    if isinstance(block, Upstream.transformers):
-        norm_name = "layer_norm_mlp"
-        if hasattr(block, "layer_norm_mpl"):
-            norm_name = "layer_norm_mpl"
-        return _decide_transformer(block, norm_name, x, None)
-    edge_index = torch.empty(2, 0, dtype=torch.int64, device=device)
-    call = Call.of(x, x, edge_index)
-    settings = SETTINGS.of(block)
-    if settings is None:
-        return NOT_INSTALLED
-    computation = _computation_of_block(settings, x)
-    return _decide(block, x, call, settings, computation, gathers=False)
 
 
 def _decide(
@@ -222,90 +197,48 @@ def _decide(
                 f"attention backend {settings.config.backend!r} cannot run this Anemoi block: "
                 f"{refusal.text}; backend 'auto' runs Anemoi's own code there"
             )
-        return Decision(
-            settings,
-            UPSTREAM,
-            reason=refusal.text,
-            is_overridden=overridden is not None,
-            warnings=(f"an Anemoi block falls back to Anemoi's attention: {refusal.text}",),
-        )
+        is_overridden = overridden is not None
+        return Decision(settings, UPSTREAM, refusals=(refusal,), is_overridden=is_overridden)
 
-    fused = NOT_FUSED
-    reason = None
-    warnings: tuple[str, ...] = ()
-    if computation is NOT_FASTER:
-        fused = BlockModules.by_modules(NOT_FASTER)
-        reason = NOT_FASTER.text
-    elif computation is not UNWANTED:
-        fused = _sublayers_of(block, x_dst, call, settings, computation, gathers=gathers)
-        refusals: list[Refusal] = []
-        for sublayer in fused:
-            if isinstance(sublayer, Refusal) and sublayer not in (NO_SOURCES, *refusals):
-                refusals.append(sublayer)
-        if refusals:
-            warnings = warnings_of(settings, refusals)
-            reason = "; ".join([refusal.text for refusal in refusals])
+    if isinstance(computation, Refusal):
+        fused = BlockModules.by_modules(computation)
+    else:
+        shards = SHARDED_BY_ANEMOI if gathers else None
+        fused = BlockModules.of(block, x_dst, call.cond, settings.config, computation, shards)
+    refusals = refusals_in(fused)
+    check_named(settings, refusals)
     if not isinstance(fused.attention, Refusal):
-        return Decision(
-            settings, FUSED, has_raw_edges=True, reason=reason, fused=fused, warnings=warnings
-        )
+        return Decision(settings, FUSED, fused, refusals, has_raw_edges=True)
 
     has_raw_edges = settings.fusion != "none" and not gathers
     if has_raw_edges:
         embedding = linear_parameters(block.lin_edge, "lin_edge")
         if isinstance(embedding, Refusal):
             has_raw_edges = False
-            warnings += (
-                f"an Anemoi block embeds its edges before the attention: {embedding.text}",
-            )
-    return Decision(settings, ATTENTION, has_raw_edges, reason, fused, warnings=warnings)
+            refusals = refusals_in((*refusals, embedding))
+    return Decision(settings, ATTENTION, fused, refusals, has_raw_edges)
 
 
-def _decide_transformer(block: Any, norm_name: str, x: Tensor, cond: Tensor | None) -> Decision:
-    settings = SETTINGS.of(block)
-    if settings is None:
-        return Decision(None, UPSTREAM)
-    fused = _feed_forward_of(block, norm_name, x, cond, settings)
-    if isinstance(fused, BlockModules):
-        return Decision(settings, FEED_FORWARD, fused=fused)
-    warnings: tuple[str, ...] = ()
-    if fused.kind is not RefusalKind.NOT_FASTER:
-        warnings = warnings_of(settings, (fused,))
-    return Decision(settings, UPSTREAM, reason=fused.text, warnings=warnings)
+def refusals_in(sublayers: Iterable[Any]) -> tuple[Refusal, ...]:
+    """Return the refusals among the modules of sub-layers, each once."""
+    refusals: list[Refusal] = []
+    for sublayer in sublayers:
+        if isinstance(sublayer, Refusal) and sublayer not in (NO_SOURCES, *refusals):
+            refusals.append(sublayer)
+    return tuple(refusals)
 
 
-def _feed_forward_of(
-    block: Any, norm_name: str, x: Tensor, cond: Tensor | None, settings: Settings
-) -> BlockModules | Refusal:
-    """Return the modules of a transformer block's feed-forward network, or why not."""
-    if settings.fusion not in FUSES_SUBLAYERS or is_exporting():
-        return UNWANTED
-    if torch.jit.is_tracing():
-        return transient("torch.jit.trace records it")
-    computation = computation_of(settings, x)
-    if isinstance(computation, Refusal):
-        return computation
-    norm = (norm_name, getattr(block, norm_name))
-    modules = read_network(block.mlp, computation, "mlp", norm_in=norm)
-    modules = fused_block.for_call(modules, x, cond)
-    if isinstance(modules, Refusal):
-        return modules
-    return BlockModules(permanent("its attention is Anemoi's"), modules, NO_SOURCES)
-
-
-def warnings_of(settings: Settings, refusals: Iterable[Refusal]) -> tuple[str, ...]:
-    """Return why sub-layers are not fused; raise ValueError if a named backend must fuse."""
-    is_wanted = settings.fusion == "sublayers" and settings.config.backend != "auto"
-    warnings = []
+def check_named(settings: Settings, refusals: Iterable[Refusal]) -> None:
+    """Raise ValueError if a named backend must fuse what it cannot."""
+    if settings.fusion != "sublayers" or settings.config.backend == "auto":
+        return
     for refusal in refusals:
-        if is_wanted and refusal.kind is RefusalKind.PERMANENT:
+        if refusal.kind is RefusalKind.PERMANENT:
             raise ValueError(
                 f"fusion='sublayers' with backend {settings.config.backend!r} cannot compute this "
                 f"Anemoi block: {refusal.text}; fusion='auto' computes it by its modules there, "
                 "and so does backend 'auto'"
             )
-        warnings.append(f"a sub-layer of an Anemoi block is not fused: {refusal.text}")
-    return tuple(warnings)
 
 
 def _why_not_attention(block: Any, call: Call) -> Refusal | None:
@@ -333,34 +266,3 @@ def _why_not_attention(block: Any, call: Call) -> Refusal | None:
             f"{block.out_channels_conv} channels"
         )
     return refusal
-
-
-def _sublayers_of(
-    block: Any,
-    x_dst: Tensor,
-    call: Call,
-    settings: Settings,
-    computation: Computation | Refusal,
-    *,
-    gathers: bool,
-) -> BlockModules:
-    """Return the modules of each sub-layer of a block, or why its modules compute it."""
-    if isinstance(computation, Refusal):
-        return BlockModules.by_modules(computation)
-    attention: Refusal | None = None
-    if gathers:
-        attention = permanent("its nodes are sharded by Anemoi")
-    sources: Refusal | None = NO_SOURCES
-    # processor blocks of anemoi-models have the attribute but nothing to update
-    if getattr(block, "update_src_nodes", False) and hasattr(block, "run_node_src_mlp"):
-        sources = why_not_plain_method(block, "run_node_src_mlp")
-    refused = (attention, why_not_plain_method(block, "run_node_dst_mlp"), sources)
-    return BlockModules.of(block, x_dst, call.cond, settings.config, computation, refused)
-
-
-def dropout_of(conv: Any) -> float:
-    """Return the dropout probability of the attention in the current mode."""
-    if isinstance(conv, nn.Module) and conv.training:
-        dropout: Any = conv.dropout
-        return dropout
-    return 0.0

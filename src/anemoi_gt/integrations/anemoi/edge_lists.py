@@ -8,7 +8,6 @@ rank. Everything that follows from the graph only is cached:
     shard, gathered           -> the list that it was cut from       gather_tensor
     list, number of chunks    -> the number of edges of each chunk   build_graph_partition
     list, its partition       -> the renumbered list of a chunk      GraphPartition.materialise
-    list, sizes of the shards -> the renumbered list of this rank    prepare_edge_sharding_wrapper
     mapper, equal list        -> the list of an earlier pass         run_processor_chunk_..
     list, destinations        -> the renumbered list of a chunk      run_processor_chunk_..
     shard, group, its sizes   -> the list of this rank and its halo  sharding
@@ -234,7 +233,7 @@ def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-@replaces("self batch_size shard_edges model_comm_group")
+@replaces
 def get_edges(
     upstream: Callable,
     self: Any,
@@ -282,7 +281,7 @@ def _expanded_list(provider: Any, batch_size: int) -> tuple[Tensor, tuple[int, i
     return edge_index, num_nodes
 
 
-@replaces("input_ dim sizes mgroup gather_in_backward")
+@replaces
 def shard_tensor(
     upstream: Callable,
     input_: Tensor,
@@ -298,7 +297,7 @@ def shard_tensor(
     return upstream(input_, dim, sizes, mgroup, *rest, **named)
 
 
-@replaces("input_ dim sizes mgroup")
+@replaces
 def gather_tensor(
     upstream: Callable, input_: Tensor, dim: int, sizes: list[int] | None, mgroup: Any
 ) -> Tensor:
@@ -323,10 +322,7 @@ def gather_tensor(
     return gathered
 
 
-@replaces(
-    "self x batch_size shard_info edge_attr edge_index model_comm_group edges_are_dst_sorted args "
-    "kwargs"
-)
+@replaces
 def processor_forward(
     upstream: Callable,
     self: Any,
@@ -347,46 +343,10 @@ def processor_forward(
     )
 
 
-@replaces(
-    "self x shard_info batch_size edge_attr edge_index model_comm_group cond edges_are_dst_sorted"
-)
-def prepare_edge_sharding(
-    upstream: Callable,
-    self: Any,
-    x: Any,
-    shard_info: Any,
-    batch_size: int,
-    edge_attr: Tensor,
-    edge_index: Tensor,
-    model_comm_group: Any = None,
-    cond: Any = None,
-    edges_are_dst_sorted: bool = True,  # noqa: FBT001, FBT002  as upstream
-) -> Any:
-    """Cache the renumbered list of this rank of a mapper."""
-    arguments = (
-        x,
-        shard_info,
-        batch_size,
-        edge_attr,
-        edge_index,
-        model_comm_group,
-        cond,
-        edges_are_dst_sorted,
-    )
-    x_src, x_dst, edge_attr, local, shards, cond, partition = upstream(self, *arguments)
-    if (
-        not torch.compiler.is_compiling()
-        and lookup(edge_index) is not None
-        and lookup(local) is None
-    ):
-        sizes = (shard_info.src_nodes, shard_info.dst_nodes, shard_info.edges)
-        rank, world = (
-            (model_comm_group.rank(), model_comm_group.size()) if model_comm_group else (0, 1)
-        )
-        num_rows = (x[0].shape[0], x[1].shape[0])
-        key = ("local", rank, world, edges_are_dst_sorted, *num_rows, *sizes)
-        num_nodes = (x_src.shape[0], x_dst.shape[0])
-        local = derived_list(edge_index, key, lambda: cached_list(local, num_nodes))
+@replaces
+def prepare_edge_sharding(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Sum the gradients of a mapper's chunks in place."""
+    x_src, x_dst, edge_attr, local, shards, cond, partition = upstream(self, *args, **kwargs)
     x_src, x_dst, edge_attr, cond = shared_by_chunks(x_src, x_dst, edge_attr, cond, partition)
     return x_src, x_dst, edge_attr, local, shards, cond, partition
 
@@ -401,7 +361,7 @@ def shared_by_chunks(
     return x_src, x_dst, edge_attr, cond
 
 
-@replaces("edge_index num_parts num_nodes")
+@replaces
 def build_graph_partition(
     upstream: Callable, edge_index: Tensor, num_parts: int, num_nodes: tuple[int, int]
 ) -> Any:
@@ -413,7 +373,7 @@ def build_graph_partition(
     return cache.derived.get(("partition", num_parts))
 
 
-@replaces("self partition_id x edge_attr edge_index cond")
+@replaces
 def materialise(
     upstream: Callable,
     self: Any,

@@ -13,7 +13,7 @@ block exchanges the halo of its rank instead (`sharding`) where its edges are a 
 `StaticGraphProvider`'s, and gathers as Anemoi does with other edges and with `sharding=False`.
 """
 
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -22,14 +22,15 @@ from torch import Tensor
 from anemoi_gt.integrations.anemoi import report
 from anemoi_gt.integrations.anemoi.decision import (
     FUSED,
-    SIZES_OF_TRACE,
     UNWANTED,
     UPSTREAM,
+    check_named,
     computation_of,
-    warnings_of,
+    decide_layer,
+    refusals_in,
 )
 from anemoi_gt.integrations.anemoi.edge_lists import structure_of
-from anemoi_gt.integrations.anemoi.settings import FUSES_SUBLAYERS, SETTINGS, Settings
+from anemoi_gt.integrations.anemoi.settings import SETTINGS, Settings
 from anemoi_gt.integrations.anemoi.sharding import EdgeShard, is_distributed, shard_of
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn import fused_block, plain
@@ -37,12 +38,10 @@ from anemoi_gt.nn.fused_block import for_call
 from anemoi_gt.nn.plain import why_not_plain
 from anemoi_gt.nn.sublayers import Computation, NetworkModules, read_network
 from anemoi_gt.nn.unchanged import none_refused, reading
-from anemoi_gt.refusal import Refusal, RefusalKind, not_faster, permanent
+from anemoi_gt.refusal import Refusal, not_faster, permanent
 from anemoi_gt.torch_compat import is_exporting
 
-EDGES = "edge_update"  # the edge update fused, the update of nodes by modules
-PARAMETERS = "self x edge_attr edge_index shard_info model_comm_group size layer_kwargs"
-OLDER = PARAMETERS.replace("shard_info", "shapes")  # before 0.15
+EDGES = "edge update only"  # the edge update fused, the update of nodes by modules
 # The first layer multiplies E + N_src + N_dst rows, and that of modules 3 E.
 GATHERED = not_faster("Anemoi gathers more than two nodes for each edge of its rank")
 # Networks of other models are modules of fused sub-layers, and a single hidden layer without a norm
@@ -132,7 +131,7 @@ class Nodes(NamedTuple):
         return cut(sums, 0, self.gathered.dst, self.gathered.group, gather_in_backward=False)
 
 
-@replaces(OLDER, PARAMETERS)
+@replaces
 def processor_block(
     upstream: Any,
     self: Any,
@@ -144,7 +143,7 @@ def processor_block(
 ) -> Any:
     """Compute a block on one set of nodes."""
     call = Call.of(*args, **kwargs)
-    modules, shard = _decide(self, x, edge_index, call)
+    modules, shard = decide(self, x, edge_index, call)
     if isinstance(modules.edges, Refusal) and shard is None:
         return upstream(self, x, edge_attr, edge_index, *args, **kwargs)
     if getattr(self, "emb_edges", None) is not None:  # not before 0.11
@@ -154,7 +153,7 @@ def processor_block(
     return _update_nodes(self, modules.nodes, nodes.own_dst, sums), edges
 
 
-@replaces(OLDER, PARAMETERS)
+@replaces
 def mapper_block(
     upstream: Any,
     self: Any,
@@ -167,7 +166,7 @@ def mapper_block(
     """Compute a block from sources to destinations."""
     x_src, x_dst = x
     call = Call.of(*args, **kwargs)
-    modules, shard = _decide(self, x, edge_index, call)
+    modules, shard = decide(self, x, edge_index, call)
     if isinstance(modules.edges, Refusal) and shard is None:
         return upstream(self, x, edge_attr, edge_index, *args, **kwargs)
     nodes = _nodes_of(x_src, x_dst, edge_index, call.ranks, shard)
@@ -180,33 +179,16 @@ def mapper_block(
     return (x_src, out), edges
 
 
-@replaces("self x layer_kwargs", "self x")
+@replaces
 def network(upstream: Any, self: Any, x: Tensor, **layer_kwargs: Any) -> Any:
     """Compute an MLP, an embedding of a graph network."""
     settings = SETTINGS.of(self)
-    if settings is None or settings.fusion not in FUSES_SUBLAYERS or layer_kwargs or is_exporting():
+    if settings is None or layer_kwargs:
         return upstream(self, x, **layer_kwargs)
-    computation = SIZES_OF_TRACE if torch.jit.is_tracing() else computation_of(settings, x)
-    modules: NetworkModules | Refusal
-    if isinstance(computation, Refusal):
-        modules = computation
-    else:
-        key = (computation, type(x), x.dtype)
-        modules = reading((self,), key, lambda: _read_embedding(self, computation, x), none_refused)
-    report.record_network(self, modules, "an MLP of Anemoi")
+    modules = decide_layer(self, settings, x, partial(_read_embedding, self, x))
     if isinstance(modules, Refusal):
         return upstream(self, x)
     return fused_block.network(modules, x, out_dtype=_dtype_of(modules, x))
-
-
-def examine(block: Any, device: torch.device) -> tuple[str, str | None]:
-    """Predict outcome and reason of a block on one rank and device; log nothing."""
-    x = torch.empty(0, 1, device=device)
-    edge_index = torch.empty(2, 0, dtype=torch.int64, device=device)
-    settings = SETTINGS.of(block)
-    if settings is None:
-        return UPSTREAM, None
-    return _outcome(_read_modules(block, settings, x, edge_index, None))
 
 
 def _nodes_of(
@@ -224,7 +206,7 @@ def _nodes_of(
     return Nodes.gather(x_src, x_dst, edge_index, ranks)
 
 
-def _decide(
+def decide(
     block: Any, x: Any, edge_index: Any, call: Call
 ) -> tuple[GraphNetworkModules, EdgeShard | None]:
     """Return the modules of a block and its shard; log or raise what is less than requested.
@@ -232,72 +214,59 @@ def _decide(
     x are nodes, or a pair of sources and destinations. The shard is this rank's edges, numbered by
     its nodes and halo; None if there is no halo.
     """
-    ranks, size = call
-    is_exported = is_exporting()
+    ranks = call.ranks
     shard = None
-    if ranks is not None and not is_exported and not torch.jit.is_tracing():
+    if ranks is not None and not is_exporting() and not torch.jit.is_tracing():
         shard = shard_of(block, edge_index, (ranks.src, ranks.dst), 1, ranks.group)
-    unwanted = GraphNetworkModules(UNWANTED, UNWANTED)
     settings = SETTINGS.of(block)
     if settings is None:
-        return unwanted, shard
-    modules = unwanted
-    refusal = None if size is None or ranks is not None else _why_not_size(size, x)
-    if refusal is not None:
-        modules = GraphNetworkModules(refusal, refusal)
-    elif not is_exported:
-        gathered = ranks if shard is None else None
-        x_dst = x if isinstance(x, Tensor) else x[1]
-        modules = _read_modules(block, settings, x_dst, edge_index, gathered)
-    reported: list[Refusal] = []
-    for sublayer in modules:
-        if isinstance(sublayer, Refusal) and sublayer.kind is not RefusalKind.NOT_FASTER:
-            reported.append(sublayer)
-    for warning in warnings_of(settings, dict.fromkeys(reported)):
-        report.warn_once(warning)
-    outcome, reason = _outcome(modules)
-    report.record(block, outcome, reason)
+        return GraphNetworkModules(UNWANTED, UNWANTED), shard
+    nodes = (x, x) if isinstance(x, Tensor) else x
+    computation = _computation_of(settings, nodes, edge_index, call, gathers=shard is None)
+    if isinstance(computation, Refusal):
+        modules = GraphNetworkModules(computation, computation)
+    else:
+        modules = _read_modules(block, nodes[1], computation)
+    refusals = refusals_in(modules)
+    check_named(settings, refusals)
+    report.record(block, _outcome_of(modules), refusals)
     return modules, shard
 
 
-def _why_not_size(size: Any, x: Any) -> Refusal | None:
-    """Return why the sizes of a call are not those of its nodes x, which PyG checks, or None."""
-    src, dst = (x, x) if isinstance(x, Tensor) else x
-    nodes = (src.shape[0], dst.shape[0])
-    if tuple(size) == nodes:
-        return None
-    return permanent(f"its size is {tuple(size)}, and its nodes are {nodes}")
-
-
-def _outcome(modules: GraphNetworkModules) -> tuple[str, str | None]:
-    """Return the outcome, and the reason if the block is not fused as a whole."""
+def _outcome_of(modules: GraphNetworkModules) -> str:
     if isinstance(modules.edges, Refusal):
-        return UPSTREAM, modules.edges.text
-    if isinstance(modules.nodes, Refusal):
-        return EDGES, modules.nodes.text
-    return FUSED, None
+        return UPSTREAM
+    return EDGES if isinstance(modules.nodes, Refusal) else FUSED
 
 
-def _read_modules(
-    block: Any, settings: Settings, x_dst: Tensor, edge_index: Any, gathered: Ranks | None
-) -> GraphNetworkModules:
-    """Return the modules of a block; `gathered` are the ranks whose nodes Anemoi gathers."""
-    if settings.fusion not in FUSES_SUBLAYERS:
-        return GraphNetworkModules(UNWANTED, UNWANTED)
-    computation = SIZES_OF_TRACE if torch.jit.is_tracing() else computation_of(settings, x_dst)
-    refusal = computation if isinstance(computation, Refusal) else None
-    if refusal is None and (
-        not isinstance(edge_index, Tensor) or edge_index.layout != torch.strided
-    ):
-        refusal = permanent("its edges are no edge_index [2, E]")
-    if refusal is None and gathered is not None and settings.fusion == "auto":
-        num_nodes = _num_nodes(gathered.src) + _num_nodes(gathered.dst)
-        refusal = GATHERED if num_nodes > 2 * edge_index.shape[1] else None
-    if refusal is None and settings.config.precision is not None:
-        refusal = permanent("the precision of the attention is set")
-    if refusal is not None:
-        return GraphNetworkModules(refusal, refusal)
-    assert isinstance(computation, Computation)
+def _computation_of(
+    settings: Settings, nodes: tuple[Tensor, Tensor], edge_index: Any, call: Call, *, gathers: bool
+) -> Computation | Refusal:
+    """Return how the updates of a block are computed fused, or why they are not.
+
+    `gathers`: if there are several ranks, Anemoi gathers their nodes.
+    """
+    src, dst = nodes
+    computation = computation_of(settings, dst)
+    if isinstance(computation, Refusal):
+        return computation
+    ranks, size = call
+    sizes = (src.shape[0], dst.shape[0])
+    if ranks is None and size is not None and tuple(size) != sizes:  # which PyG checks
+        return permanent(f"its size is {tuple(size)}, and its nodes are {sizes}")
+    if not isinstance(edge_index, Tensor) or edge_index.layout != torch.strided:
+        return permanent("its edges are no edge_index [2, E]")
+    if ranks is not None and gathers and settings.fusion == "auto":
+        num_nodes = _num_nodes(ranks.src) + _num_nodes(ranks.dst)
+        if num_nodes > 2 * edge_index.shape[1]:
+            return GATHERED
+    if settings.config.precision is not None:
+        return permanent("the precision of the attention is set")
+    return computation
+
+
+def _read_modules(block: Any, x_dst: Tensor, computation: Computation) -> GraphNetworkModules:
+    """Return the modules of a block for destinations like `x_dst`."""
 
     def read() -> GraphNetworkModules:
         refusal = why_not_plain(("conv", block.conv, (plain.ANEMOI_GRAPH_CONV,)))
@@ -317,7 +286,7 @@ def _num_nodes(sizes: Any) -> int:
     return sum(size if isinstance(size, int) else size[0] for size in sizes)
 
 
-def _read_embedding(mlp: Any, computation: Computation, x: Tensor) -> NetworkModules | Refusal:
+def _read_embedding(mlp: Any, x: Tensor, computation: Computation) -> NetworkModules | Refusal:
     """Return the modules of an MLP for rows like x."""
     if not _is_embedding(mlp):
         return NOT_OF_GRAPH_NETWORK

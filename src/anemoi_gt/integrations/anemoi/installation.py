@@ -124,6 +124,7 @@ CALLED = (
     (PARTITION[:1], "shard_tensor"),
     (MAPPER[:1], "gather_tensor"),
 )
+AS_A_WHOLE = "sharding is replaced as a whole, or not at all"
 OLDER = {  # the classes that had these methods in 0.9.6 to 0.11
     (MODEL, "_assert_valid_sharding"): BASE,
     (ENCODER, "pre_process"): (MAPPER[0], "ForwardMapperPreProcessMixin"),
@@ -155,7 +156,7 @@ class Installation:
 
     def __enter__(self) -> "Installation":
         # another `with` or `uninstall` may have removed them
-        _apply_patches(is_named=_is_named(self._settings))
+        _apply_patches(self._settings)
         SETTINGS.everywhere = self._settings
         return self
 
@@ -164,7 +165,7 @@ class Installation:
         if self._before is None:
             _remove_patches_unless_used()
         else:  # `uninstall` may have been called in between
-            _apply_patches(is_named=_is_named(self._before))
+            _apply_patches(self._before)
 
     def __reduce__(self) -> tuple[Callable, tuple]:
         return nullcontext, ()
@@ -296,14 +297,9 @@ def replacements() -> dict[str, str | None]:
 
     Raise ImportError without anemoi-models. Nothing is replaced.
     """
-    reasons = {target: match.reason for target, match in _matches().items()}
-    shards = {target: _match(target, patch).reason for target, patch in SHARDING.items()}
-    if any(shards.values()) or any(reasons[target] for target in CALLED):
-        shards = {
-            target: reason or "sharding is replaced as a whole, or not at all"
-            for target, reason in shards.items()
-        }
-    return {f"{owner[-1]}.{name}": reason for (owner, name), reason in (shards | reasons).items()}
+    matches = _matches()
+    found = _matches_of_sharding(matches) | matches
+    return {f"{owner[-1]}.{name}": match.reason for (owner, name), match in found.items()}
 
 
 def examine(model: nn.Module) -> tuple[report.Computed, ...]:
@@ -313,18 +309,17 @@ def examine(model: nn.Module) -> tuple[report.Computed, ...]:
     by their classes.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    computed = []
+    x = torch.empty(0, 1, device=device)  # decisions do not depend on the number of features
+    edge_index = torch.empty(2, 0, dtype=torch.int64, device=device)
     with install(), torch.autocast(device.type, torch.bfloat16):
-        for path, block in report.blocks_of(model):
+        for block in report.blocks_of(model):
             if isinstance(block, Upstream.graph_networks):
-                outcome, reason = graph_networks.examine(block, device)
+                graph_networks.decide(block, x, edge_index, graph_networks.Call(None, None))
+            elif isinstance(block, Upstream.transformers):
+                decision.decide_transformer(block, x, None)
             else:
-                found = decision.examine(block, device)
-                outcome = found.outcome
-                reason = found.reason
-            kind = type(block).__name__
-            computed.append(report.Computed(path, kind, report.WORDS[outcome], reason))
-    return tuple(computed)
+                decision.decide(block, x, decision.Call.of(x, x, edge_index), gathers=False)
+        return report.computed_in(model)
 
 
 def uninstall() -> None:
@@ -362,11 +357,9 @@ def swap_layers(
         As for `install`.
     """
     config = KernelConfig(backend=backend, precision=precision, replay=replay)
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
     count_blocks(model)
     settings = _switch_on(config, fusion=fusion, sharding=sharding, keep_hidden=keep_hidden)
-    for _, block in report.blocks_of(model):
+    for block in report.blocks_of(model):
         SETTINGS.choose(block, settings)
     for module in model.modules():
         if isinstance(module, (Upstream.network, find(*SDPA))):
@@ -446,20 +439,18 @@ def _switch_on(
     for name, value in (("sharding", sharding), ("keep_hidden", keep_hidden)):
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be True or False, got {value!r}")
-    _apply_patches(is_named=config.backend != "auto" or fusion == "sublayers")
+    settings = Settings(config, fusion, sharding, keep_hidden)
+    _apply_patches(settings)
     replaced = {name for _, name in _upstream}
     replaces_sharding = replaced.issuperset(name for _, name in SHARDING)
-    return Settings(config, fusion, sharding and replaces_sharding, keep_hidden)
+    return replace(settings, sharding=sharding and replaces_sharding)
 
 
-def _is_named(settings: Settings) -> bool:
-    return settings.config.backend != "auto" or settings.fusion == "sublayers"
-
-
-def _apply_patches(*, is_named: bool) -> None:
-    """Replace methods; `is_named`: a backend, or fusion, is asked for, so blocks must fit."""
+def _apply_patches(settings: Settings) -> None:
+    """Replace methods; for a named backend, or fusion, blocks must fit."""
     if _upstream:
         return
+    is_named = settings.config.backend != "auto" or settings.fusion == "sublayers"
     matches = _matches()
     reasons = [matches[path, "forward"].reason for path in (PROCESSOR_BLOCK, MAPPER_BLOCK)]
     if is_named and None not in reasons:
@@ -482,9 +473,20 @@ def _apply_patches(*, is_named: bool) -> None:
     replacements = {
         (match.owner, target[1]): match for target, match in matches.items() if match.reason is None
     }
-    replacements = _with_sharding(
-        replacements, [f"{path[0]}.{name}" for path, name in CALLED if matches[path, name].reason]
-    )
+    shards = _matches_of_sharding(matches)
+    called = {target: matches[target] for target in CALLED}
+    changed = [
+        f"{path[-1]}.{name}"
+        for (path, name), match in (called | shards).items()
+        if match.reason not in (None, AS_A_WHOLE)
+    ]
+    if changed:
+        log.warning("%s changed in this version; keeping Anemoi's sharding", ", ".join(changed))
+    for (path, name), match in shards.items():
+        if match.reason is None:
+            key = match.owner, name
+            below = replacements[key].replacement if key in replacements else match.upstream
+            replacements[key] = match._replace(replacement=SHARDING[path, name].of(below))
     resolve_upstream()
     for (path, name), match in matches.items():
         if name == "forward" and match.reason is not None and path[0] == BLOCK[0]:
@@ -522,7 +524,7 @@ def _targets() -> list[tuple]:
 
 
 def _match(target: tuple, patch: Replacement) -> Match:
-    """Find the method of a target, if its parameters match a known version."""
+    """Find the method of a target, if its body is that of a known version."""
     reason: str | None = f"this anemoi-models has no {'.'.join(target[0])}"
     name = target[1]
     for path in filter(None, (target[0], OLDER.get(target))):
@@ -532,7 +534,10 @@ def _match(target: tuple, patch: Replacement) -> Match:
             continue
         # of a replacement of now, or of one that a user's patch brought back after `uninstall`
         upstream = plain.original_of(vars(owner).get(name))
-        reason = f"it has no {name}" if upstream is None else patch.mismatch_reason(upstream)
+        if upstream is None:
+            reason = f"it has no {name}"
+        else:
+            reason = unknown_body(upstream) if patch.stands_in else None
         if reason is None and path in (PROCESSOR_BLOCK, MAPPER_BLOCK):
             reason = plain.recognise(owner, unknown_body)
         if reason is None:
@@ -540,24 +545,16 @@ def _match(target: tuple, patch: Replacement) -> Match:
     return Match(None, None, None, reason)
 
 
-def _with_sharding(matches: dict[tuple, Match], differing: list[str]) -> dict[tuple, Match]:
-    """Return the replacements with `SHARDING` on top, or without it if any of it does not fit.
-
-    `differing` names functions that they call and that match no known version.
-    """
-    above = dict(matches)
-    for (path, name), patch in SHARDING.items():
-        match = _match((path, name), patch)
-        if match.reason is not None:
-            differing.append(f"{path[-1]}.{name}")
-            continue
-        key = match.owner, name
-        below = matches[key].replacement if key in matches else match.upstream
-        above[key] = match._replace(replacement=patch.of(below))
-    if differing:
-        log.warning("%s changed in this version; keeping Anemoi's sharding", ", ".join(differing))
-        return matches
-    return above
+def _matches_of_sharding(matches: dict[tuple, Match]) -> dict[tuple, Match]:
+    """Return the replacements of `SHARDING`, all or none; `matches` has those that they call."""
+    found = {target: _match(target, patch) for target, patch in SHARDING.items()}
+    needed = [*found.values(), *(matches[target] for target in CALLED)]
+    if any(match.reason is not None for match in needed):
+        found = {
+            target: match._replace(reason=match.reason or AS_A_WHOLE)
+            for target, match in found.items()
+        }
+    return found
 
 
 def _remove_patches_unless_used() -> None:

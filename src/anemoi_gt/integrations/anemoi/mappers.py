@@ -8,13 +8,15 @@ renumbers the edges of each chunk at each pass; here, they are cut once (`edge_l
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anemoi_gt.integrations.anemoi.decision import decide_linear
+from anemoi_gt.integrations.anemoi.decision import decide_layer
 from anemoi_gt.integrations.anemoi.edge_lists import cut_destinations, list_of_mapper, rows_of_chunk
+from anemoi_gt.integrations.anemoi.settings import SETTINGS
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn import fused_block
 from anemoi_gt.nn.chunk_gradients import rows_of
@@ -22,7 +24,7 @@ from anemoi_gt.refusal import Refusal
 from anemoi_gt.torch_compat import is_exporting
 
 
-@replaces("self x", "self x shard_shapes model_comm_group x_src_is_sharded x_dst_is_sharded")
+@replaces
 def pre_process(
     upstream: Callable,
     self: Any,
@@ -54,7 +56,7 @@ def pre_process(
     return x_src, x_dst, *(change_channels(shapes, self.hidden_dim) for shapes in shard_shapes)
 
 
-@replaces("self x_dst", "self x_dst shapes_dst model_comm_group keep_x_dst_sharded")
+@replaces
 def post_process(
     upstream: Callable,
     self: Any,
@@ -73,10 +75,7 @@ def post_process(
     return Upstream.mapper.gather_tensor(x_dst, 0, shapes, model_comm_group)
 
 
-CHUNK = "self x dst_chunk edge_attr edge_index {} batch_size size model_comm_group cond kwargs"
-
-
-@replaces(CHUNK.format("shapes"), CHUNK.format("shard_info"))
+@replaces
 def mapper_chunk(
     upstream: Callable,
     self: Any,
@@ -136,7 +135,9 @@ def _range_of(index: Tensor) -> slice | None:
 
 def _linear(mapper: Any, name: str, x: Tensor) -> Tensor:
     """Return the result of a linear layer of a mapper, fused or by its module."""
-    modules = decide_linear(mapper, name, x)
+    layer = getattr(mapper, name)
+    read = partial(fused_block.read_linear_layer, layer, name, x)
+    modules = decide_layer(layer, SETTINGS.of(mapper.proc), x, read)
     if isinstance(modules, Refusal):
-        return getattr(mapper, name)(x)
+        return layer(x)
     return fused_block.network(modules, x)

@@ -6,7 +6,7 @@ reported by all that was traced of their class.
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -20,15 +20,6 @@ from anemoi_gt.torch_compat import constant_when_traced
 
 log = logging.getLogger(__name__)
 _log_once = cache(log.warning)
-WORDS = {
-    "fused": "fused",
-    "attention": "attention only",
-    "feed_forward": "feed-forward only",
-    "edge_update": "edge update only",
-    "networks": "networks only",
-    "upstream": "upstream",
-    "several": "several",
-}
 Recorded = tuple[str, str | None]  # outcome of a decision, and its reason
 
 # those that have computed, in eager code
@@ -37,9 +28,8 @@ _BLOCKS: WeakKeyDictionary[nn.Module, Recorded] = WeakKeyDictionary()
 _LAYERS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 _FUSED_NETWORKS: WeakSet[nn.Module] = WeakSet()
 _TRACED: dict[type, list[Recorded]] = {}  # each that was traced
-# Anemoi models, in order of first use
-_MODELS: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
-_LOGGED_LINES: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # of each model
+# Anemoi models, in order of first use, and the lines that were logged of each
+_MODELS: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 _CLEAN: WeakSet[nn.Module] = WeakSet()  # models without a change since their last line
 
 
@@ -48,7 +38,7 @@ class Computed(NamedTuple):
 
     path: str  # of the module in its model, empty for a block outside of a known model
     kind: str  # name of its class
-    outcome: str  # one of WORDS, or "not yet"
+    outcome: str  # of a decision, "networks only", "several" or "not yet"
     reason: str | None
 
 
@@ -58,13 +48,22 @@ def warn_once(message: str) -> None:
     _log_once(message)
 
 
-def record(block: nn.Module, outcome: str, reason: str | None) -> None:
-    """Keep how a block is computed; in compiled code, how blocks of its class are."""
+def record(block: nn.Module, outcome: str, refusals: tuple[Refusal, ...]) -> None:
+    """Keep how a block is computed; in compiled code, how blocks of its class are. Log why."""
+    for refusal in refusals:
+        if refusal.kind is not RefusalKind.NOT_FASTER:
+            warn_once(f"an Anemoi block ({outcome}) is not fused as a whole: {refusal.text}")
+    reason = reason_of(refusals)
     if torch.compiler.is_compiling():
         _record_traced(type(block), outcome, reason)
     elif _BLOCKS.get(block) != (outcome, reason):
         _BLOCKS[block] = (outcome, reason)
         _CLEAN.clear()
+
+
+def reason_of(refusals: tuple[Refusal, ...]) -> str | None:
+    """Return the texts of refusals as one, None if there are none."""
+    return "; ".join([refusal.text for refusal in refusals]) or None
 
 
 def record_layer(layer: nn.Module, reason: str | None) -> None:
@@ -77,16 +76,16 @@ def record_layer(layer: nn.Module, reason: str | None) -> None:
         _CLEAN.clear()
 
 
-def record_network(network: nn.Module, modules: object, name: str) -> None:
+def record_network(network: nn.Module, modules: object) -> None:
     """Keep and log whether a network or linear layer is fused, and why not, if it could be.
 
-    `modules` are as read for its operator, or the refusal; `name` is for the log.
+    `modules` are as read for its operator, or the refusal.
     """
     reason = None
     is_fused = not isinstance(modules, Refusal)
     if isinstance(modules, Refusal) and modules.kind is not RefusalKind.NOT_FASTER:
         reason = modules.text
-        warn_once(f"{name} is not fused: {reason}")
+        warn_once(f"a layer of Anemoi ({type(network).__name__}) is not fused: {reason}")
     if torch.compiler.is_compiling():
         return
     if is_fused != (network in _FUSED_NETWORKS):
@@ -114,23 +113,17 @@ def clear() -> None:
     _FUSED_NETWORKS.clear()
     _TRACED.clear()
     _MODELS.clear()
-    _LOGGED_LINES.clear()
     _CLEAN.clear()
 
 
 def add_model(model: nn.Module) -> None:
     """Register a model, so that its blocks have module paths."""
-    _MODELS[model] = None
+    _MODELS.setdefault(model, set())
 
 
-def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the blocks of a model that we compute, or a sub-layer of, and their paths."""
-    kinds: tuple[type[nn.Module], ...] = (
-        Upstream.block,
-        *Upstream.graph_networks,
-        *Upstream.transformers,
-    )
-    return [(path, module) for path, module in model.named_modules() if isinstance(module, kinds)]
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a model that we compute, or a sub-layer of."""
+    return [module for module in model.modules() if isinstance(module, _kinds())]
 
 
 def computed() -> tuple[Computed, ...]:
@@ -138,25 +131,29 @@ def computed() -> tuple[Computed, ...]:
 
     Linear layers of mappers, and attention of transformers, follow if upstream computes them.
     """
-    records = []
-    seen = set()
-    for model in list(_MODELS):
-        for path, block in blocks_of(model):
-            if id(block) not in seen:
-                seen.add(id(block))
-                records.append(_of_block(path, block))
-    for block in list(_BLOCKS):
-        if id(block) not in seen:
-            records.append(_of_block("", block))
-    names: dict[nn.Module, str] = {}
-    for model in list(_MODELS):
-        names |= {module: path for path, module in model.named_modules()}
-    records += [_of_layer(names.get(layer, ""), layer) for layer in list(_LAYERS)]
-    return tuple(records)
+    named = [module for model in list(_MODELS) for module in model.named_modules()]
+    return _records([*named, *[("", module) for module in (*_BLOCKS, *_LAYERS)]])
 
 
-def _of_layer(path: str, layer: nn.Module) -> Computed:
-    return Computed(path, type(layer).__name__, WORDS["upstream"], _LAYERS[layer])
+def computed_in(model: nn.Module) -> tuple[Computed, ...]:
+    """Return the same of one model."""
+    return _records(model.named_modules())
+
+
+def _records(modules: Iterable[tuple[str, nn.Module]]) -> tuple[Computed, ...]:
+    blocks: dict[nn.Module, Computed] = {}
+    layers: dict[nn.Module, Computed] = {}
+    for path, module in modules:
+        if isinstance(module, _kinds()):
+            blocks.setdefault(module, _of_block(path, module))
+        elif module in _LAYERS:
+            record = Computed(path, type(module).__name__, "upstream", _LAYERS[module])
+            layers.setdefault(module, record)
+    return (*blocks.values(), *layers.values())
+
+
+def _kinds() -> tuple[type[nn.Module], ...]:
+    return (Upstream.block, *Upstream.graph_networks, *Upstream.transformers)
 
 
 def _of_block(path: str, block: nn.Module) -> Computed:
@@ -168,18 +165,18 @@ def _of_block(path: str, block: nn.Module) -> Computed:
     if not recorded:
         reason = Upstream.why_not_replaced(type(block))
         if reason is not None:
-            return Computed(path, kind, WORDS["upstream"], reason)
+            return Computed(path, kind, "upstream", reason)
         return Computed(path, kind, "not yet", None)
     if len(recorded) > 1:
         texts = []
         for outcome, why in recorded:
-            texts.append(f"{WORDS[outcome]} ({why})" if why else WORDS[outcome])
+            texts.append(f"{outcome} ({why})" if why else outcome)
         reason = f"compiled blocks of its class are {', or '.join(texts)}"
-        return Computed(path, kind, WORDS["several"], reason)
+        return Computed(path, kind, "several", reason)
     ((outcome, reason),) = recorded
     if outcome == "upstream" and any(module in _FUSED_NETWORKS for module in block.modules()):
-        outcome = "networks"
-    return Computed(path, kind, WORDS[outcome], reason)
+        outcome = "networks only"
+    return Computed(path, kind, outcome, reason)
 
 
 def summary(blocks: tuple[Computed, ...]) -> str:
@@ -214,17 +211,11 @@ def after_step(model: nn.Module) -> None:
         return
     add_model(model)
     _CLEAN.add(model)
-    blocks = blocks_of(model)
-    if not any(block in _BLOCKS or type(block) in _TRACED for _, block in blocks):
+    if not any(block in _BLOCKS or type(block) in _TRACED for block in blocks_of(model)):
         return
-    records = [_of_block(path, block) for path, block in blocks]
-    layers = [
-        _of_layer(path, module) for path, module in model.named_modules() if module in _LAYERS
-    ]
-    line = summary((*records, *layers))
-    logged = _LOGGED_LINES.setdefault(model, set())
-    if line not in logged:
-        logged.add(line)
+    line = summary(computed_in(model))
+    if line not in _MODELS[model]:
+        _MODELS[model].add(line)
         log.info("anemoi_gt computes blocks of %s: %s", type(model).__name__, line)
 
 

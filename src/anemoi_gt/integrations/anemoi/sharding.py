@@ -51,7 +51,7 @@ _MODELS = (
 )
 
 
-@replaces("self batch_size shard_edges model_comm_group")
+@replaces
 def get_edges(
     upstream: Callable,
     self: Any,
@@ -71,9 +71,7 @@ def get_edges(
     return edge_attr.repeat(batch_size, 1), edge_index, sizes
 
 
-@replaces(
-    "self x shard_info batch_size edge_attr edge_index model_comm_group cond edges_are_dst_sorted"
-)
+@replaces
 def prepare_edge_sharding(
     upstream: Callable,
     self: Any,
@@ -113,10 +111,7 @@ def prepare_edge_sharding(
     return x_src, x_dst, edge_attr, shard.edge_index, shard_info, cond, chunks
 
 
-@replaces(
-    "self x batch_size shard_info edge_attr edge_index model_comm_group keep_x_dst_sharded cond "
-    "edges_are_dst_sorted kwargs"
-)
+@replaces
 def mapper_forward(
     upstream: Callable,
     self: Any,
@@ -146,7 +141,7 @@ def mapper_forward(
     return Upstream.mapper.gather_tensor(rows, 1, sizes[1], model_comm_group).flatten(0, 1)
 
 
-@replaces("input_ dim sizes mgroup gather_in_backward")
+@replaces
 def shard_tensor(
     upstream: Callable,
     input_: Tensor,
@@ -164,7 +159,7 @@ def shard_tensor(
     return upstream(rows, 1, sizes, mgroup, *rest, **named).flatten(0, 1)
 
 
-@replaces("self name batch_size")
+@replaces
 def node_attributes(upstream: Callable, self: Any, name: str, batch_size: int) -> Tensor:
     """Tag node attributes with the number of copies of the nodes."""
     rows = upstream(self, name, batch_size)
@@ -173,7 +168,7 @@ def node_attributes(upstream: Callable, self: Any, name: str, batch_size: int) -
     return rows
 
 
-@replaces("tensor dim model_comm_group")
+@replaces
 def get_shard_sizes(
     upstream: Callable, tensor: Tensor, dim: int, model_comm_group: Any = None
 ) -> Any:
@@ -184,7 +179,7 @@ def get_shard_sizes(
     return upstream(tensor, dim, model_comm_group)
 
 
-@replaces("self x batch_size ensemble_size grid_size grid_shard_sizes noise_dtype model_comm_group")
+@replaces
 def noise(
     upstream: Callable,
     self: Any,
@@ -206,7 +201,7 @@ def noise(
     return x, rows.flatten(0, 1)
 
 
-@replaces("self batch_size ensemble_size in_out_sharded model_comm_group")
+@replaces
 def assert_valid_sharding(
     upstream: Callable,
     self: Any,

@@ -7,7 +7,6 @@ heads between ranks are those of Anemoi's `MultiHeadSelfAttention`.
 """
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,19 +17,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from anemoi_gt.integrations.anemoi import report
 from anemoi_gt.integrations.anemoi.settings import SETTINGS
 from anemoi_gt.integrations.anemoi.upstream import replaces, wraps_any
-from anemoi_gt.integrations.anemoi.versions import unknown_body
 from anemoi_gt.integrations.anemoi.window_attention import Scores, Window, window_attention
 from anemoi_gt.integrations.anemoi.without_flash_attn import (
     flash_attn_2_stand_in,
     flash_attn_imports,
 )
+from anemoi_gt.nn.plain import ANEMOI_WINDOW, why_not_plain
 from anemoi_gt.ops.dtypes import DTYPES, autocast_dtype
 from anemoi_gt.refusal import Refusal, RefusalKind, permanent, transient
 from anemoi_gt.torch_compat import constant_when_traced, is_exporting
 
 MASK_ROWS = 512  # compared at a time
-# what makes the mask, and keeps it: before 0.13, and since
-MASKS = (("update_mask", "mask"), ("create_sliding_window_mask", "attn_mask"))
+MASKS = ("mask", "attn_mask")  # before 0.13, and since
 
 
 class Call(NamedTuple):
@@ -47,7 +45,7 @@ class Call(NamedTuple):
     alibi_slopes: Tensor | None = None
 
 
-@replaces("self query key value batch_size causal window_size dropout_p softcap alibi_slopes")
+@replaces
 def sdpa_wrapper(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Compute the attention of `SDPAAttentionWrapper` without a mask of all pairs of nodes."""
     settings = SETTINGS.of(self)
@@ -78,6 +76,9 @@ def _window_of(wrapper: Any, call: Call) -> Window | Refusal:
         return transient("torch.jit.trace records it, which would make constants of sizes")
     if is_exporting():
         return transient("it is exported")
+    refusal = why_not_plain(("", wrapper, (ANEMOI_WINDOW,)))
+    if refusal is not None:
+        return refusal
     if wrapper.attention is not F.scaled_dot_product_attention:
         return permanent("its `attention` is not PyTorch's scaled_dot_product_attention")
     if call.causal:
@@ -96,12 +97,8 @@ def _window_of(wrapper: Any, call: Call) -> Window | Refusal:
     window = Window(*[None if size == -1 else size for size in pair])
     if call.window_size is not None and call.query.shape[2] != call.key.shape[2]:
         return permanent("its window is over two sets of nodes")
-    for method, attribute in MASKS:
-        if not hasattr(wrapper, method):  # another version
-            continue
-        if method in vars(wrapper) or not _is_known(getattr(type(wrapper), method)):
-            return permanent(f"its `{method}` is not Anemoi's")
-        mask = getattr(wrapper, attribute)
+    for attribute in MASKS:
+        mask = getattr(wrapper, attribute, None)
         if mask is not None and not _is_of_window(mask, *window):
             return permanent(f"its `{attribute}` is not that of its window")
     return window
@@ -114,14 +111,6 @@ def _is_pair(sizes: Any) -> bool:
         and len(sizes) == 2
         and all(isinstance(size, int) and size >= -1 for size in sizes)
     )
-
-
-_unknown_body = cache(unknown_body)
-
-
-@constant_when_traced
-def _is_known(method: Callable) -> bool:
-    return _unknown_body(method) is None
 
 
 # by mask: its version, the window, and whether they are equal

@@ -2,7 +2,7 @@
 
 A replacement is a function that takes the upstream method first, then what that takes:
 
-    @replaces("self x edge_attr")
+    @replaces
     def get_qkve(upstream, self, x, edge_attr): ...
 
     setattr(owner, "get_qkve", get_qkve.of(owner.get_qkve))
@@ -13,14 +13,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
-from inspect import signature
 from types import ModuleType
 from typing import Any, ClassVar
 
 from anemoi_gt.integrations.anemoi.versions import (
     NEWEST,
-    Difference,
-    difference_of,
+    RETURNS_ROWS_ONLY,
+    SOURCES_TAKE_CONDITION_OF_DESTINATIONS,
+    body_hash,
     unknown_body,
 )
 from anemoi_gt.nn import plain
@@ -75,12 +75,11 @@ def resolve_upstream() -> None:
     kinds = (block.GraphConvProcessorBlock, block.GraphConvMapperBlock)
     Upstream.graph_networks = tuple(kind for kind in kinds if unknown_body(kind.forward) is None)
     Upstream.network = find("anemoi.models.layers.mlp", "MLP")
-    processor_forward = difference_of(block.TransformerProcessorBlock.forward)
-    Upstream.returns_rows_only = processor_forward is Difference.ROWS_ONLY
-    mapper_forward = difference_of(block.GraphTransformerMapperBlock.forward)
-    is_of_destinations = mapper_forward is Difference.CONDITION_OF_SOURCES
-    Upstream.sources_take_destination_condition = is_of_destinations
-    recognise_modules()
+    body = body_hash(block.TransformerProcessorBlock.forward)
+    Upstream.returns_rows_only = body == RETURNS_ROWS_ONLY
+    body = body_hash(block.GraphTransformerMapperBlock.forward)
+    condition_of_destinations = body == SOURCES_TAKE_CONDITION_OF_DESTINATIONS
+    Upstream.sources_take_destination_condition = condition_of_destinations
     with suppress(ImportError):  # an older version
         Upstream.partition = import_module("anemoi.models.distributed.khop_edges")
     with suppress(ImportError, ValueError):  # anemoi-models raises ValueError without Triton
@@ -124,8 +123,6 @@ class Replacement:
     """A function that takes the place of a method or function of anemoi-models."""
 
     function: Callable  # takes the upstream method, and what that takes
-    # parameters of the upstream method by name, in each version that we know
-    known: tuple[str, ...]
     stands_in: bool = True  # False: it calls upstream whatever its body is
 
     def of(self, upstream: Callable) -> Callable:
@@ -142,25 +139,12 @@ class Replacement:
         vars(replacement)["replaces"] = upstream
         return replacement
 
-    def mismatch_reason(self, upstream: Callable) -> str | None:
-        """Return why `upstream` cannot be replaced, or None if parameters and body are known."""
-        parameters = parameters_of(upstream)
-        if not self.known or parameters in map(str.split, self.known):
-            return unknown_body(upstream) if self.stands_in else None
-        expected = " or ".join(f"({', '.join(names.split())})" for names in self.known)
-        return f"it takes ({', '.join(parameters)}), not {expected}"
 
-
-def replaces(*known: str) -> Callable[[Callable], Replacement]:
-    """Mark a function as the replacement of a method with these parameters; see `Replacement`."""
-    return lambda function: Replacement(function, known)
+def replaces(function: Callable) -> Replacement:
+    """Make a replacement of a method or function whose body is known, with its parameters."""
+    return Replacement(function)
 
 
 def wraps_any(function: Callable) -> Replacement:
     """Make a replacement that calls the upstream method with all arguments, whatever they are."""
-    return Replacement(function, (), stands_in=False)
-
-
-def parameters_of(function: Callable) -> list[str]:
-    """Return the names of the parameters of a function."""
-    return list(signature(function, follow_wrapped=False).parameters)
+    return Replacement(function, stands_in=False)

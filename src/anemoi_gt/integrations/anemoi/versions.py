@@ -1,25 +1,30 @@
 """Generations of anemoi-models: releases with the same code where it is replaced.
 
-A record holds what is new in its first release: hashes of bodies (`bodies`) by the name of a method
-or function, and what differs from the newest in a way that parameters do not show. A release whose
-bodies are those of the last record needs one line, `NEWEST`, and a test id.
+A record holds what is new in its first release: hashes of bodies by the name of a method or
+function. A release whose bodies are those of the last record needs one line, `NEWEST`, and a test
+id.
+
+The parameters of a method do not determine what it computes: `_assemble_output` has the same
+parameters in 0.12.0 and 0.19.0, whose output has one dimension more. A body that is in no version
+that was read is left to upstream. Its hash is of the syntax tree, parameters included, without
+docstring, annotations and comments, which change no result. It is the same on all versions of
+Python that this library supports: `ast.dump` is not.
 """
 
+import ast
 from collections.abc import Callable
-from enum import Enum
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
 from typing import NamedTuple
-
-from anemoi_gt.integrations.anemoi.bodies import body_hash
 
 OLDEST = "0.9.2"  # release whose graph-transformer blocks are the first that we know
 NEWEST = "0.19.0"
 
 
-class Difference(Enum):
-    """What a body does otherwise than the newest one."""
-
-    CONDITION_OF_SOURCES = "sources are updated under the condition of the destinations"
-    ROWS_ONLY = "rows are returned, not a tuple"
+# bodies that do otherwise than the newest ones of their names
+SOURCES_TAKE_CONDITION_OF_DESTINATIONS = "05102bf261b0"  # of a mapper block that updates them
+RETURNS_ROWS_ONLY = "bbab4f483533"  # the processor block of transformers, not a tuple
 
 
 class Generation(NamedTuple):
@@ -27,7 +32,6 @@ class Generation(NamedTuple):
 
     first: str  # release
     bodies: dict[str, str | None]  # hash by name; None: it has gone, or moved to another class
-    differs: dict[str, Difference] = {}  # noqa: RUF012  a field of a NamedTuple, never written
 
 
 GENERATIONS = (
@@ -66,12 +70,8 @@ GENERATIONS = (
         first="0.9.2",
         bodies={
             "GraphTransformerProcessorBlock.forward": "8810ad76f2be",
-            "GraphTransformerMapperBlock.forward": "05102bf261b0",
-            "TransformerProcessorBlock.forward": "bbab4f483533",
-        },
-        differs={
-            "GraphTransformerMapperBlock.forward": Difference.CONDITION_OF_SOURCES,
-            "TransformerProcessorBlock.forward": Difference.ROWS_ONLY,
+            "GraphTransformerMapperBlock.forward": SOURCES_TAKE_CONDITION_OF_DESTINATIONS,
+            "TransformerProcessorBlock.forward": RETURNS_ROWS_ONLY,
         },
     ),
     Generation(
@@ -219,16 +219,16 @@ GENERATIONS = (
 )
 
 
-def _all_bodies() -> dict[str, dict[str, Difference | None]]:
-    known: dict[str, dict[str, Difference | None]] = {}
+def _all_bodies() -> dict[str, set[str]]:
+    known: dict[str, set[str]] = {}
     for generation in GENERATIONS:
         for name, digest in generation.bodies.items():
             if digest is not None:
-                known.setdefault(name, {})[digest] = generation.differs.get(name)
+                known.setdefault(name, set()).add(digest)
     return known
 
 
-KNOWN = _all_bodies()  # {name: {hash of a reviewed body: what it does otherwise}}
+KNOWN = _all_bodies()  # {name: hashes of reviewed bodies}
 
 
 def unknown_body(function: Callable) -> str | None:
@@ -241,6 +241,51 @@ def unknown_body(function: Callable) -> str | None:
     return f"its body matches no reviewed version of anemoi-models (hash {digest})"
 
 
-def difference_of(function: Callable) -> Difference | None:
-    """Return what the body of a function does otherwise than the newest one."""
-    return KNOWN.get(function.__qualname__, {}).get(body_hash(function) or "")
+_IGNORED = {"annotation", "returns", "type_comment", "type_params", "kind", "ctx"}
+
+
+def body_hash(function: Callable) -> str | None:
+    """Return the hash of the body of a function, None without its source."""
+    code = getattr(function, "__code__", None)  # of a wrapper, not of what it wraps
+    if code is None:
+        return None
+    definition = _definitions(code.co_filename).get((code.co_name, code.co_firstlineno))
+    return None if definition is None else hash_of_definition(definition)
+
+
+@cache
+def hash_of_definition(definition: ast.FunctionDef) -> str:
+    """Return the hash of a definition of a function."""
+    return sha256(_plain(definition).encode()).hexdigest()[:12]
+
+
+@cache
+def _definitions(file: str) -> dict[tuple[str, int], ast.FunctionDef]:
+    """Return the functions of a file by name and first line, decorators included."""
+    try:
+        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError):
+        return {}
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    first_lines = [
+        min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        for node in functions
+    ]
+    return {(node.name, line): node for node, line in zip(functions, first_lines, strict=True)}
+
+
+def _plain(node: object) -> str:
+    """Return a syntax tree as text, without fields that do not affect results."""
+    if isinstance(node, list):
+        return f"[{', '.join(map(_plain, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = []
+    for name, value in ast.iter_fields(node):
+        is_absent = value == [] or (value is None and not isinstance(node, ast.Constant))
+        if name in _IGNORED or is_absent:
+            continue
+        if name == "body" and isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            value = value[1:] if ast.get_docstring(node, clean=False) is not None else value
+        fields.append(f"{name}={_plain(value)}")
+    return f"{type(node).__name__}({', '.join(fields)})"
