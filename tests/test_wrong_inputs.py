@@ -105,10 +105,6 @@ def block(**wrong):
     return nn.GraphTransformerProcessorBlock(**{**BLOCK, **wrong})
 
 
-def mixing():
-    return block(edge_pre_mlp=True)
-
-
 def conditioned(cond):
     return nn.GraphTransformerMapperBlock(**BLOCK, layer_kernels=CONDITIONAL)(
         (X, X), SQUARE, ATTRIBUTES, cond=cond
@@ -438,12 +434,8 @@ def test_a_layer_names_wrong_arguments(wrong, message):
         lambda: block()(torch.ones(4, 16), GRAPH, ATTRIBUTES),
         "x must have 3 rows, one per destination of the graph",
     ),
-    (
-        lambda: block()(X, SQUARE, None),
-        r"edge_attr must be a tensor \[E, 3\] .*, raw attributes, got NoneType",
-    ),
-    (lambda: mixing()(X, SQUARE, None), r"edge_attr must be a tensor \[E, 3\] .*, got NoneType"),
-    (lambda: mixing()(X, SQUARE, X), r"edge_attr must have shape \[E, 3\] .*, got \(3, 16\)"),
+    (lambda: block()(X, SQUARE, None), "edge_weight must come with edge_attr .*, got .* None"),
+    (lambda: block()(X, SQUARE, X), r"edge_attr must have shape \[E, D\] .*, got \(3, 16\)"),
     (lambda: block()(X.int(), SQUARE, ATTRIBUTES), "x must be floating point, got torch.int32"),
     (lambda: NORM(X, torch.ones(1, 5)), r"cond must have shape \[..., 3 or 1, 4\], got \(1, 5\)"),
     (lambda: NORM(X, torch.ones(2, 4)), r"cond must have shape \[..., 3 or 1, 4\], got \(2, 4\)"),

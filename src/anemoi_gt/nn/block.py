@@ -30,14 +30,12 @@ from anemoi_gt.nn.fused_block import (
     feed_forward,
 )
 from anemoi_gt.nn.input_validation import (
-    check_attributes,
     check_batch,
     check_conditions,
     check_features,
     check_nodes,
     check_sides,
     check_structure,
-    features_of_input,
     stored_parameter,
 )
 from anemoi_gt.nn.layer_kernels import LayerKernels, cast_for_projections
@@ -262,7 +260,6 @@ class GraphTransformerBaseBlock(nn.Module):
         If `lin_edge` must be called, because it is not plain, they are embedded edges, None and
         None.
         """
-        check_attributes(edge_attr, features_of_input(self.lin_edge))
         edge_attr = self.edge_pre_mlp(edge_attr)
         embedding = linear_parameters(self.lin_edge, "lin_edge")
         if isinstance(embedding, Refusal):

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from anemoi_gt.graph import GraphStructure, ShardedGraph
 from anemoi_gt.kernel_config import KernelConfig
-from anemoi_gt.nn.input_validation import check_attributes
 from anemoi_gt.nn.layer_kernels import cast_for_projections
 from anemoi_gt.nn.norm import apply_norm
 from anemoi_gt.nn.plain import why_not_plain_tensor
@@ -358,7 +357,6 @@ def check_edges(
             and (bias is None or bias.device == device)
         ):
             return
-    check_attributes(edge_attr, weight.shape[1])
     heads = (modules.heads, weight.shape[0] // modules.heads)
     # one element, expanded: shapes and dtypes are checked, and nothing is allocated
     query = x_dst.new_empty(()).expand(*x_dst.shape[:-1], *heads)

@@ -1,6 +1,4 @@
-"""Checks of the inputs of layers: features, their rows, conditions, edge attributes and graphs."""
-
-from typing import Any
+"""Checks of the inputs of layers: features, their rows, conditions and graphs."""
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +22,6 @@ def stored_parameter(module: nn.Module) -> Tensor | None:
         if stored is not None:
             return stored
     return module.__dict__.get("weight")  # replicas of DataParallel hold plain tensors
-
-
-def features_of_input(linear: nn.Module) -> int | None:
-    """Return the features that a linear map takes, None for an adapter that does not state them."""
-    features: Any = getattr(linear, "in_features", None)
-    if features is None and linear._parameters.get("weight") is not None:
-        return linear._parameters["weight"].shape[1]  # type: ignore[union-attr]  # not None
-    return features
 
 
 def check_features(name: str, features: Tensor, channels: int | None, like: Tensor | None) -> None:
@@ -148,20 +138,6 @@ def _check_pair(message: str, pair: object) -> None:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         got = f"{len(pair)} elements" if isinstance(pair, (tuple, list)) else type(pair).__name__
         raise ValueError(f"{message}, got {got}")
-
-
-def check_attributes(edge_attr: object, edge_dim: int | None) -> None:
-    """Raise unless `edge_attr` is a tensor with `edge_dim` attributes per edge; None is any number.
-
-    The attention checks its number of rows.
-    """
-    number = "D" if edge_dim is None else edge_dim
-    check_shape(
-        "edge_attr",
-        edge_attr,
-        f"[E, {number}] or [B, E, {number}], raw attributes",
-        lambda x: x.dim() in (2, 3) and (edge_dim is None or x.shape[-1] == edge_dim),
-    )
 
 
 def check_structure(graph: object) -> None:
