@@ -77,7 +77,6 @@ class BlockModules(NamedTuple):
         `refused` are the caller's refusals of its sub-layers; None if there is none.
         """
         refused_attention, refused_feed_forward, refused_sources = refused
-        children = block._modules
         attention: AttentionModules | Refusal
         if refused_attention is not None:
             attention = refused_attention
@@ -85,23 +84,18 @@ class BlockModules(NamedTuple):
             attention = permanent("the precision of its attention is set")
         else:
             attention = for_call(read_attention(block, computation), x, cond)
-        feed_forward: NetworkModules | Refusal
-        if refused_feed_forward is not None:
-            feed_forward = refused_feed_forward
-        else:
-            norm = ("layer_norm_mlp_dst", children.get("layer_norm_mlp_dst"))
-            mlp = children.get("node_dst_mlp")
-            modules = read_network(mlp, computation, "node_dst_mlp", norm_in=norm)
-            feed_forward = for_call(modules, x, cond)
-        sources: NetworkModules | Refusal = NO_SOURCES
-        if refused_sources is not None:
-            sources = refused_sources
-        elif block.__dict__.get("update_src_nodes", False):  # of a mapper
-            norm = ("layer_norm_mlp_src", children.get("layer_norm_mlp_src"))
-            mlp = children.get("node_src_mlp")
-            modules = read_network(mlp, computation, "node_src_mlp", norm_in=norm)
-            sources = for_call(modules, x, cond)
-        return cls(attention, feed_forward, sources)
+        networks: list[NetworkModules | Refusal] = []
+        for side, refused_network in (("dst", refused_feed_forward), ("src", refused_sources)):
+            if refused_network is not None:
+                networks.append(refused_network)
+            elif side == "src" and not block.__dict__.get("update_src_nodes", False):
+                networks.append(NO_SOURCES)
+            else:
+                name, norm_name = f"node_{side}_mlp", f"layer_norm_mlp_{side}"
+                norm = (norm_name, block._modules.get(norm_name))
+                modules = read_network(block._modules.get(name), computation, name, norm_in=norm)
+                networks.append(for_call(modules, x, cond))
+        return cls(attention, *networks)
 
 
 Modules = TypeVar("Modules", AttentionModules, NetworkModules)

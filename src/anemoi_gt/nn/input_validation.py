@@ -1,5 +1,7 @@
 """Checks of the inputs of layers: features, their rows, conditions and graphs."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -52,16 +54,12 @@ def check_dtype(name: str, features: Tensor, like: Tensor | None) -> None:
         )
 
 
-def both_sides(in_channels: int | tuple[int, int]) -> tuple[int, int]:
-    """Return the features of a source and of a destination, of which one number serves both."""
-    sides = (
-        tuple(in_channels) if isinstance(in_channels, (tuple, list)) else (in_channels, in_channels)
-    )
-    if len(sides) != 2:
-        raise ValueError(
-            f"in_channels must be an integer or a pair (sources, destinations), got {in_channels!r}"
-        )
-    return sides
+def sides_of(value: Any) -> tuple[Any, Any]:
+    """Return the values of sources and of destinations, of which one may serve both."""
+    if not isinstance(value, (tuple, list)):
+        return value, value
+    src, dst = value
+    return src, dst
 
 
 def check_sides(x: tuple, channels: tuple[int, int], like: Tensor | None) -> tuple:

@@ -280,6 +280,29 @@ def linear_parameters(
     return linear_of(linear, name)
 
 
+def edge_operands(
+    linear: nn.Module, edge_attr: Tensor, heads: int, role: str = plain.LINEAR
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the edge operands of an attention: attributes, embedding weight and bias.
+
+    If `linear` must be called, because it is not plain, they are embedded edges, None and None.
+    """
+    embedding = linear_parameters(linear, "lin_edge", role)
+    if isinstance(embedding, Refusal):
+        _warn_of_embedded_edges(embedding.text)
+        return linear(edge_attr).unflatten(-1, (heads, -1)), None, None
+    return edge_attr, *embedding
+
+
+@constant_when_traced
+def _warn_of_embedded_edges(text: str) -> None:
+    """Warn that edges are embedded before the attention, for the reason in `text`."""
+    warnings.warn(
+        f"edge attributes are embedded into a tensor [E, H, C] before the attention: {text}",
+        stacklevel=4,
+    )
+
+
 @or_refusal
 def read_linear(layer: Submodule, name: str, computation: Computation) -> NetworkModules | Refusal:
     """Return the modules of a linear map, or a norm and a linear map in a Sequential, or why not.
@@ -554,15 +577,6 @@ def read_attention(block: Any, computation: Computation) -> AttentionModules | R
         heads=heads,
         has_condition=norm.has_condition,
         dtype=query.weight.dtype,
-    )
-
-
-@constant_when_traced
-def warn_of_embedded_edges(text: str) -> None:
-    """Warn that edges are embedded before the attention, for the reason in `text`."""
-    warnings.warn(
-        f"edge attributes are embedded into a tensor [E, H, C] before the attention: {text}",
-        stacklevel=3,
     )
 
 
