@@ -201,7 +201,7 @@ class InteractionConv(MessagePassing):
         check_features("x_src", x_src, self.in_channels[0], like)
         check_features("x_dst", x_dst, self.in_channels[1], like)
         is_one_set = x_src is x_dst
-        features: Tensor | None = edge_attr
+        features: Any = edge_attr  # None if a sparse matrix has them
         graph: GraphStructure | None = None
         if not isinstance(edge_index, (GraphStructure, Tensor)) and isinstance(
             edge_index, ShardedGraph
@@ -218,7 +218,6 @@ class InteractionConv(MessagePassing):
                 graph, features = read_edges(edge_index, edge_attr, sizes, self.config)
                 check_nodes(graph, x_src, x_dst)
         check_features("edge_attr", features, self.edge_dim, like)
-        assert features is not None  # or the check would have raised
         edges = features.expand(*x_dst.shape[:-2], *features.shape[-2:])
         dtype = edges.dtype
         with _precision(self.config, x_dst.device):
