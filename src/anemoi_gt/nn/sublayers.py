@@ -144,14 +144,15 @@ class NetworkModules(NamedTuple):
         `condition` is [N, K], None without one.
         """
         norm_in = self.norm_in.parameters
-        if not self.norm_in.has_condition:
-            return NetworkTensors(x, more, norm_in, self.network_with(condition))
-        return NetworkTensors(x, more, norm_in._replace(condition=condition), self.network)
+        network = self.network
+        if self.norm_in.has_condition:
+            norm_in = norm_in._replace(condition=condition)
+        elif condition is not None:
+            network = self.network_with(condition)
+        return NetworkTensors(x, more, norm_in, network)
 
-    def network_with(self, condition: Tensor | None) -> Network[Tensor]:
+    def network_with(self, condition: Tensor) -> Network[Tensor]:
         """Return the parameters, with the condition [N, K] of the norm of the output."""
-        if condition is None:
-            return self.network
         return self.network._replace(norm=self.network.norm._replace(condition=condition))
 
     def options(
@@ -181,66 +182,31 @@ class AttentionModules(NamedTuple):
 
     computation: Computation
     compute: Callable[..., Tensor]  # of `tensors`, a graph and `options`
-    norm: NormModule  # of destinations
-    norm_src: NormModule  # of sources; `norm` itself if the block has one norm
-    query: Linear[Tensor]
-    self_term: Linear[Tensor]
-    key: Linear[Tensor]
-    value: Linear[Tensor]
-    edge: Linear[Tensor]
-    projection: Linear[Tensor]
-    query_norm: NormModule  # over the channels of a head
-    key_norm: NormModule
-    heads: int
+    parameters: AttentionTensors  # without rows; the norm of a processor is that of both sides
+    options: AttentionOptions  # of one batch entry
     has_condition: bool  # whether both norms need a condition; if not, neither takes one
     dtype: torch.dtype  # of the parameters
 
     def tensors(
-        self,
-        x: Nodes,
-        edge_attr: Tensor,
-        cond: Conditions,
-        halo: Tensor | None,
+        self, x: Nodes, edge_attr: Tensor, cond: Conditions, halo: Tensor | None
     ) -> AttentionTensors:
-        """Return the tensors of a call, as `fused_block.attention` takes them, but all as rows."""
+        """Return the tensors of a call on rows [B * N, F], with a condition for each or None."""
         x_src, x_dst = x
         cond_src, cond_dst = cond
-        norm = self.norm.parameters
+        norm, norm_src = self.parameters.norm, self.parameters.norm_src
         if cond_dst is not None:
             norm = norm._replace(condition=cond_dst)
-        norm_src: Norm[Tensor] = NO_NORM
-        if x_src is not None:
-            norm_src = self.norm_src.parameters
-            if cond_src is not None:
-                norm_src = norm_src._replace(condition=cond_src)
-        return AttentionTensors(
+        if x_src is None:
+            norm_src = NO_NORM
+        elif cond_src is not None:
+            norm_src = norm_src._replace(condition=cond_src)
+        return self.parameters._replace(
             x_src=x_src,
             halo=halo,
             x_dst=x_dst,
             edge_attr=edge_attr,
             norm=norm,
             norm_src=norm_src,
-            query=self.query,
-            self_term=self.self_term,
-            key=self.key,
-            value=self.value,
-            edge=self.edge,
-            projection=self.projection,
-            query_scale=self.query_norm.parameters.scale,
-            key_scale=self.key_norm.parameters.scale,
-        )
-
-    def options(self, batch: int) -> AttentionOptions:
-        """Return the options of the operator for `batch` entries."""
-        return AttentionOptions(
-            heads=self.heads,
-            batch=batch,
-            norm=self.norm.options,
-            norm_src=self.norm_src.options,
-            query_norm=self.query_norm.options,
-            key_norm=self.key_norm.options,
-            gemm_dtype=self.computation.gemm_dtype,
-            replay=self.computation.replay,
         )
 
 
@@ -335,7 +301,7 @@ def read_linear(layer: Submodule, name: str, computation: Computation) -> Networ
         norm_in = read_norm(norm, f"{name}.0", backend)
         shape = (parameters.weight.shape[0], norm_in.features)
         check_parameter(linear_name, parameters.weight, shape)
-    check_precision(norm_in.parameters, parameters)
+        check_precision(norm_in.parameters, parameters)
     return NetworkModules(
         computation=computation,
         compute=backend.network,
@@ -537,14 +503,14 @@ def read_attention(block: Any, computation: Computation) -> AttentionModules | R
         raise cannot_fuse("its norms of sources and destinations have different features")
     if norm_of_sources.has_condition != norm.has_condition:
         raise cannot_fuse("one of its norms of sources and destinations takes a condition")
-    parameters = [linear_of(linear, name) for name, linear in linears.items()]
-    query, self_term, key, value, edge, projection = parameters
+    read = [linear_of(linear, name) for name, linear in linears.items()]
+    query, self_term, key, value, edge, projection = read
     width = query.weight.shape[0]
     features = norm.features
     shape = (width, features)
     num_attributes = edge.weight.shape[1]
     shapes = (shape, shape, shape, shape, (width, num_attributes), (features, width))
-    for name, linear, expected in zip(ATTENTION_LINEARS, parameters, shapes, strict=True):
+    for name, linear, expected in zip(ATTENTION_LINEARS, read, shapes, strict=True):
         check_parameter(name, linear.weight, expected)
     if width > backend.max_features:
         got = f"its queries have {width} features"
@@ -559,22 +525,37 @@ def read_attention(block: Any, computation: Computation) -> AttentionModules | R
         channels = width // heads
         query_norm = _read_head_norm(modules.get("q_norm"), "q_norm", channels, backend)
         key_norm = _read_head_norm(modules.get("k_norm"), "k_norm", channels, backend)
-    norms = (norm, norm_of_sources, query_norm, key_norm)
-    check_precision(*parameters, *[norm.parameters for norm in norms])
-    return AttentionModules(
-        computation=computation,
-        compute=backend.attention_sublayer,
-        norm=norm,
-        norm_src=norm_of_sources,
+    parameters: AttentionTensors = AttentionTensors(
+        x_src=None,
+        halo=None,
+        x_dst=None,  # of a call
+        edge_attr=None,
+        norm=norm.parameters,
+        norm_src=norm_of_sources.parameters,
         query=query,
         self_term=self_term,
         key=key,
         value=value,
         edge=edge,
         projection=projection,
-        query_norm=query_norm,
-        key_norm=key_norm,
-        heads=heads,
+        query_scale=query_norm.parameters.scale,
+        key_scale=key_norm.parameters.scale,
+    )
+    check_precision(parameters)
+    return AttentionModules(
+        computation=computation,
+        compute=backend.attention_sublayer,
+        parameters=parameters,
+        options=AttentionOptions(
+            heads=heads,
+            batch=1,
+            norm=norm.options,
+            norm_src=norm_of_sources.options,
+            query_norm=query_norm.options,
+            key_norm=key_norm.options,
+            gemm_dtype=computation.gemm_dtype,
+            replay=computation.replay,
+        ),
         has_condition=norm.has_condition,
         dtype=query.weight.dtype,
     )
