@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.inits import reset
-from torch_geometric.typing import OptTensor
+from torch_geometric.typing import OptTensor, PairTensor  # noqa: F401  read with `propagate_type`
 
 from anemoi_gt.graph import GraphStructure, ShardedGraph
 from anemoi_gt.kernel_config import KernelConfig, check_config
