@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,39 +41,31 @@ def build(tmp_path, monkeypatch):
     return build
 
 
-def test_without_a_c_compiler_one_sentence_names_cc(build, monkeypatch):
-    monkeypatch.setenv("PATH", "/nothing")
-    assert toolchain.build_problem(build) == (
-        "Triton needs a C compiler, found none; install gcc or clang, or name one in the "
-        "environment variable CC"
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("PATH", "/nothing", "RuntimeError: Failed to find C compiler. .* CC environment variable"),
+        ("CC", "/nothing/gcc", "FileNotFoundError: .*/nothing/gcc"),
+        ("TRITON_CACHE_DIR", NOWHERE, f"FileNotFoundError: .*{NOWHERE}"),
+    ],
+)
+def test_a_driver_that_cannot_be_built_quotes_triton_and_names_what_it_needs(
+    build, monkeypatch, name, value, error
+):
+    monkeypatch.setenv(name, value)
+    problem = toolchain.build_problem(build)
+    assert re.match(f"Triton cannot build or load its driver: {error}", problem)
+    assert problem.endswith(
+        "; it needs a C compiler (gcc or clang, or one that the environment variable CC names), "
+        "Python's headers, and a cache folder that can be written (TRITON_CACHE_DIR)"
     )
 
 
-def test_a_compiler_that_does_not_exist_is_named(build, monkeypatch):
-    monkeypatch.setenv("CC", "/nothing/gcc")
-    problem = toolchain.build_problem(build)
-    assert problem == (
-        "the environment variable CC must name a C compiler for Triton, got /nothing/gcc"
-    )
-
-
-def test_a_compiler_that_fails_is_named_with_the_usual_cause(build):
-    problem = toolchain.build_problem(lambda: build("#error"))
-    assert problem.startswith("Triton's C code must compile, ")
-    assert "Python's headers" in problem
-
-
-def test_a_cache_that_cannot_be_made_is_named_with_its_variable(build, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", NOWHERE)
-    problem = toolchain.build_problem(build)
-    assert problem.startswith("Triton's cache must be a folder that can be written, got ")
-    assert NOWHERE in problem
-    assert "TRITON_CACHE_DIR" in problem
-
-
-def test_other_failures_are_quoted(build):
-    problem = toolchain.build_problem(build)
-    assert problem.startswith("Triton cannot load its driver: ImportError: ")
+def test_a_compiler_that_fails_and_a_library_that_does_not_load_are_quoted(build):
+    failed = toolchain.build_problem(lambda: build("#error"))
+    assert failed.startswith("Triton cannot build or load its driver: CalledProcessError: ")
+    not_loaded = toolchain.build_problem(build)
+    assert not_loaded.startswith("Triton cannot build or load its driver: ImportError: ")
 
 
 def test_what_builds_has_no_problem():
@@ -81,7 +74,7 @@ def test_what_builds_has_no_problem():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
 def test_without_a_gpu_the_driver_is_what_is_missing():
-    assert toolchain.driver_problem().startswith("Triton cannot load its driver: ")
+    assert toolchain.driver_problem().startswith("Triton cannot build or load its driver: ")
 
 
 def failing(*numbers):

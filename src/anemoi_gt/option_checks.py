@@ -2,7 +2,7 @@
 
 import math
 from numbers import Integral, Real
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 
 def is_integer(value: object) -> TypeGuard[int]:
@@ -22,29 +22,24 @@ def check_integer(name: str, value: object, least: int | None = 1, note: str = "
         raise ValueError(f"{name} must be at least {least}{note}, got {value}")
 
 
-def is_number(value: object) -> TypeGuard[float]:
-    """Return whether `value` is a real number of Python or NumPy.
+def check_number(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is a real number of Python or NumPy.
 
     Rejects bool; accepts NaN and infinity.
     """
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def check_number(name: str, value: object) -> None:
-    """Raise ValueError unless `value` is a real number; accepts NaN and infinity."""
-    if not is_number(value):
+    if not isinstance(value, Real) or isinstance(value, bool):
         raise ValueError(f"{name} must be a number, got {value!r}")
 
 
-def check_positive(name: str, value: object, note: str = "") -> None:
+def check_positive(name: str, value: Any, note: str = "") -> None:
     """Raise ValueError unless `value` is positive and finite; `note` extends the message."""
     check_number(name, value)
-    if is_number(value) and not 0 < value < math.inf:
+    if not 0 < value < math.inf:
         raise ValueError(f"{name} must be positive and finite{note}, got {value}")
 
 
-def check_probability(name: str, value: object) -> None:
+def check_probability(name: str, value: Any) -> None:
     """Raise ValueError unless `value` is a number in 0 .. 1."""
     check_number(name, value)
-    if is_number(value) and not 0.0 <= value <= 1.0:
+    if not 0.0 <= value <= 1.0:
         raise ValueError(f"{name} must be a probability in 0 .. 1, got {value}")

@@ -9,7 +9,6 @@ import os
 import shutil
 from collections.abc import Callable
 from functools import cache
-from subprocess import CalledProcessError
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, TypeVar
 
@@ -41,22 +40,11 @@ def build_problem(build: Callable[[], object]) -> str | None:
     try:
         build()
     except Exception as error:
-        compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-        if compiler is None:
-            return (
-                "Triton needs a C compiler, found none; install gcc or clang, or name one in the "
-                "environment variable CC"
-            )
-        if shutil.which(compiler) is None:
-            return f"the environment variable CC must name a C compiler for Triton, got {compiler}"
-        if isinstance(error, CalledProcessError):
-            return (
-                f"Triton's C code must compile, {compiler} failed with the messages above; install "
-                "Python's headers, or name another compiler in the environment variable CC"
-            )
-        if isinstance(error, OSError):
-            return cache_problem(error)
-        return f"Triton cannot load its driver: {type(error).__name__}: {error}"
+        return (
+            f"Triton cannot build or load its driver: {type(error).__name__}: {error}; it needs a "
+            "C compiler (gcc or clang, or one that the environment variable CC names), Python's "
+            "headers, and a cache folder that can be written (TRITON_CACHE_DIR)"
+        )
     return None
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from anemoi_gt.nn.chunk_gradients import rows_of, shared
+from anemoi_gt.nn.chunking import rows_of, shared
 
 NUM_ROWS = 12
 CHUNKS = {

@@ -269,7 +269,8 @@ def test_wrong_graph_is_refused(graph, wrong, message):
 @refused(
     ({"checkpoint_groups": 3}, r"checkpoint_groups must be in 1 .. 2, .* or None, got 3"),
     ({"mapper_chunks": 12}, r"num_chunks must be in 1 .. 11, the number of destinations, got 12"),
-    ({"mlp_ratio": 0}, r"mlp_ratio \* channels must be finite and at least 1/2, got 0 \* 16"),
+    *(({"mlp_ratio": ratio}, "hidden_dim must be at least 1, got 0") for ratio in (0, 0.01)),
+    ({"mlp_ratio": float("nan")}, "cannot convert float NaN to integer"),
     ({"residual": {3: 0}}, r"residual must name output channels in 0 .. 2, got \[3\]"),
     ({"residual": {0: -1}}, r"residual must name input channels in 0 .. 4, got \[-1\]"),
     (

@@ -230,7 +230,7 @@ def test_parts_of_the_attention_are_the_parameters_of_its_modules(library, kind,
             assert read.shift is getattr(module, "bias", None)
             assert read.scale_map.weight is read.shift_map.weight is None
     assert parts.has_condition == (norm == "conditional")
-    assert (parts.norm_src is parts.norm) == (kind == "processor")
+    assert (parts.parameters.norm_src is parts.parameters.norm) == (kind == "processor")
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -239,19 +239,19 @@ def test_options_of_the_attention_match_its_modules(library):
     block.layer_norm_attention.eps, block.layer_norm_attention_src.eps = 0.5, 0.25
     block.q_norm.eps, block.k_norm.eps = 0.125, 0.0625
     computation = CALL._replace(gemm_dtype=torch.bfloat16)
-    parts = read_attention(block)._replace(computation=computation)
+    parts = sublayers.read_attention(block, computation)
     norms = [NormOptions(eps) for eps in (0.5, 0.25, 0.125, 0.0625)]
-    assert parts.options(3) == (HEADS, 3, *norms, torch.bfloat16, True)
-    assert parts.query_norm.parameters.scale is block.q_norm.weight
-    assert parts.key_norm.parameters.scale is block.k_norm.weight
-    assert parts.self_term.bias is None
+    assert parts.options == (HEADS, 1, *norms, torch.bfloat16, True)
+    assert parts.parameters.query_scale is block.q_norm.weight
+    assert parts.parameters.key_scale is block.k_norm.weight
+    assert parts.parameters.self_term.bias is None
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_an_rms_norm_without_eps_has_that_of_float32_in_nodes_and_heads(library):
     block = make("mapper", library, "rms", qk_norm=True)
     block.q_norm = nn.RMSNorm(CHANNELS // HEADS)
-    options = read_attention(block).options(1)
+    options = read_attention(block).options
     rows = torch.randn(3, CHANNELS // HEADS, dtype=torch.bfloat16) * 1e-3
     expected = functional.rms_norm(rows, rows.shape[-1:])
     for norm in (options.norm, options.norm_src, options.query_norm):
@@ -263,8 +263,8 @@ def test_an_rms_norm_without_eps_has_that_of_float32_in_nodes_and_heads(library)
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_without_norms_of_heads_their_eps_is_zero(library):
     parts = read_attention(make(library=library))
-    assert parts.query_norm.parameters.scale is parts.key_norm.parameters.scale is None
-    assert parts.query_norm.options == parts.key_norm.options == NormOptions()
+    assert parts.parameters.query_scale is parts.parameters.key_scale is None
+    assert parts.options.query_norm == parts.options.key_norm == NormOptions()
 
 
 def test_one_set_of_nodes_has_no_source_norm_in_its_tensors():
@@ -648,7 +648,7 @@ def test_a_replaced_parameter_is_read_by_the_next_call():
     block = make()
     read_attention(block)
     block.lin_query.weight = nn.Parameter(torch.zeros(CHANNELS, CHANNELS))
-    assert read_attention(block).query.weight is block.lin_query.weight
+    assert read_attention(block).parameters.query.weight is block.lin_query.weight
     block.layer_norm_mlp_dst.eps = 0.5
     assert read_network(block).options(residual=True).norm_in.eps == 0.5
 
@@ -659,7 +659,7 @@ def test_parameters_of_functional_call_are_read():
     answers = []
     block.forward = lambda: answers.append(read_attention(block))
     torch.func.functional_call(block, parameters, ())
-    assert answers[0].query.weight is parameters["lin_query.weight"]
+    assert answers[0].parameters.query.weight is parameters["lin_query.weight"]
 
 
 def test_plain_tensors_in_place_of_parameters_as_replicas_of_data_parallel_have():
@@ -667,7 +667,7 @@ def test_plain_tensors_in_place_of_parameters_as_replicas_of_data_parallel_have(
     weight = torch.zeros(CHANNELS, CHANNELS)
     del block.lin_query.weight
     block.lin_query.weight = weight
-    assert read_attention(block).query.weight is weight
+    assert read_attention(block).parameters.query.weight is weight
 
 
 def test_an_answer_leaves_nothing_on_the_block():
@@ -692,7 +692,7 @@ class UsesParts(nn.Module):
         if isinstance(network, str):
             return x - len(network)
         tensors, options = network.tensors(x), network.options(residual=True)
-        heads = attention.options(1).heads
+        heads = attention.options.heads
         query = attention.tensors((None, x), x, (None, None), None).query.weight
         return (
             functional.linear(x, query) * heads

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from anemoi_gt.custom_ops import NAMESPACE
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.graph.checks import check_shape
 from anemoi_gt.nn.static_graph import StaticStructure
 from anemoi_gt.ops.triton_backend.device import interpreted
 from anemoi_gt.option_checks import check_integer
@@ -92,8 +93,6 @@ def export_model(
         offsets if they suffice for this size.
     """
     check_integer("max_batch", max_batch)
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     arguments = x if isinstance(x, tuple) else (x,)
     if not isinstance(x, tuple):
         tree_map(_check_example, x)
@@ -116,14 +115,8 @@ def export_model(
 
 def _check_example(field: Tensor) -> None:
     """Raise ValueError unless `field` is a tensor [B, N, channels] with B > 0."""
-    if not isinstance(field, Tensor):
-        raise ValueError(
-            f"x must be an example [B, N, channels] with B at least 1, got {type(field).__name__}"
-        )
-    if field.dim() != 3 or field.shape[0] < 1:
-        raise ValueError(
-            f"x must be an example [B, N, channels] with B at least 1, got {tuple(field.shape)}"
-        )
+    expected = "[B, N, channels] with B at least 1"
+    check_shape("x", field, expected, lambda x: x.dim() == 3 and x.shape[0] > 0)
 
 
 def export_program(module: nn.Module, inputs: tuple, dynamic_shapes: Any = None) -> ExportedProgram:

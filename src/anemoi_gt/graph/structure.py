@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,14 +51,6 @@ from anemoi_gt.graph.checks import (
 )
 from anemoi_gt.graph.grouping import GroupedEdges, group_coo, group_edges, pointers
 from anemoi_gt.torch_compat import is_exporting
-
-
-class ReverseIndex(NamedTuple):
-    """The edges of a graph by source (CSR), as documented in `GraphStructure`."""
-
-    rowptr: Tensor  # [N_src + 1]
-    col: Tensor  # [E]
-    csr_to_csc: Tensor  # [E]
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,12 +192,6 @@ class GraphStructure:
     def has_reverse(self) -> bool:
         """True if the reverse (CSR) structure `rowptr`, `col`, `csr_to_csc` is present."""
         return self.rowptr is not None
-
-    def reverse_index(self) -> "ReverseIndex | None":
-        """Return the reverse (CSR) structure, or None without one."""
-        if self.rowptr is None or self.col is None or self.csr_to_csc is None:
-            return None
-        return ReverseIndex(self.rowptr, self.col, self.csr_to_csc)
 
     @classmethod
     def from_edge_index(
@@ -372,11 +358,6 @@ class GraphStructure:
         # torch_sparse.SparseTensor; torch_sparse is not a dependency
         if hasattr(adj_t, "sparse_sizes"):
             csr = (*adj_t.csr()[:2], adj_t.sparse_size(1))
-        elif not isinstance(adj_t, Tensor):
-            raise ValueError(
-                "adj_t must be a torch.sparse tensor or a torch_sparse.SparseTensor [N_dst, "
-                f"N_src], got {type(adj_t).__name__}; use from_edge_index or from_csc for others"
-            )
         elif adj_t.layout != torch.strided and (
             adj_t.sparse_dim() != 2 or adj_t.dim() - adj_t.dense_dim() != 2
         ):
@@ -428,11 +409,9 @@ class GraphStructure:
         Raises
         ------
         ValueError
-            If the sequence is empty, or a graph is a shard or chunk (has `global_edge_id`).
+            If a graph is a shard or chunk (has `global_edge_id`).
         """
         graphs = tuple(graphs)
-        if not graphs:
-            raise ValueError("disjoint must get at least one graph, got none")
         if any(graph.global_edge_id is not None for graph in graphs):
             raise ValueError(
                 "graphs must be whole, got one with global_edge_id: merge its shards or chunks "
@@ -533,15 +512,15 @@ class GraphStructure:
             )
         if self.perm is not None:
             check_permutation("perm", self.perm, self.num_edges)
-        reverse = self.reverse_index()
-        if reverse is not None:
-            check_pointers("rowptr", reverse.rowptr, self.num_edges)
-            check_range("col", reverse.col, self.num_dst)
-            check_permutation("csr_to_csc", reverse.csr_to_csc, self.num_edges)
-            degrees = reverse.rowptr.diff()
+        rowptr, col, csr_to_csc = self.rowptr, self.col, self.csr_to_csc
+        if rowptr is not None and col is not None and csr_to_csc is not None:
+            check_pointers("rowptr", rowptr, self.num_edges)
+            check_range("col", col, self.num_dst)
+            check_permutation("csr_to_csc", csr_to_csc, self.num_edges)
+            degrees = rowptr.diff()
             src = self._arange(self.num_src).repeat_interleave(degrees, output_size=self.num_edges)
-            position = reverse.csr_to_csc.long()
-            same = self.row[position].eq(src).all() & self.dst[position].eq(reverse.col).all()
+            position = csr_to_csc.long()
+            same = self.row[position].eq(src).all() & self.dst[position].eq(col).all()
             if not bool(same):
                 raise ValueError(
                     "rowptr, col must hold the edges of colptr, row: leave them out and call "
@@ -615,12 +594,7 @@ def _sizes(edge_index: Tensor, num_nodes: tuple[int, int] | int | None) -> tuple
             )
         num_src, num_dst = known_src, known_dst
     elif isinstance(num_nodes, Iterable) and not isinstance(num_nodes, Tensor):
-        pair = tuple(num_nodes)
-        if len(pair) != 2:
-            raise ValueError(
-                f"num_nodes must be (num_src, num_dst) or one number for both, got {num_nodes!r}"
-            )
-        num_src, num_dst = pair
+        num_src, num_dst = num_nodes
     else:
         num_src = num_dst = num_nodes
     num_src, num_dst = as_size("num_src", num_src), as_size("num_dst", num_dst)

@@ -30,21 +30,19 @@ from anemoi_gt.nn.fused_block import (
     feed_forward,
 )
 from anemoi_gt.nn.input_validation import (
-    check_attributes,
     check_batch,
     check_conditions,
     check_features,
     check_nodes,
     check_sides,
     check_structure,
-    features_of_input,
     stored_parameter,
 )
 from anemoi_gt.nn.layer_kernels import LayerKernels, cast_for_projections
 from anemoi_gt.nn.mlp import MLP
 from anemoi_gt.nn.norm import apply_norm
 from anemoi_gt.nn.plain import BLOCK, why_not_plain
-from anemoi_gt.nn.sublayers import Computation, linear_parameters, warn_of_embedded_edges
+from anemoi_gt.nn.sublayers import Computation, edge_operands
 from anemoi_gt.nn.unchanged import none_refused, reading
 from anemoi_gt.ops import edge_attention
 from anemoi_gt.option_checks import check_integer, check_probability
@@ -262,13 +260,7 @@ class GraphTransformerBaseBlock(nn.Module):
         If `lin_edge` must be called, because it is not plain, they are embedded edges, None and
         None.
         """
-        check_attributes(edge_attr, features_of_input(self.lin_edge))
-        edge_attr = self.edge_pre_mlp(edge_attr)
-        embedding = linear_parameters(self.lin_edge, "lin_edge")
-        if isinstance(embedding, Refusal):
-            warn_of_embedded_edges(embedding.text)
-            return self._split_heads(self.lin_edge(edge_attr)), None, None
-        return edge_attr, *embedding
+        return edge_operands(self.lin_edge, self.edge_pre_mlp(edge_attr), self.num_heads)
 
     def _make_norm(self) -> nn.Module:
         return self.layer_kernels.LayerNorm(normalized_shape=self.channels)

@@ -16,14 +16,14 @@ from anemoi_gt.graph import GraphStructure, ShardedGraph
 from anemoi_gt.kernel_config import KernelConfig, check_config
 from anemoi_gt.nn.chunking import Chunk, is_chunked, map_chunks
 from anemoi_gt.nn.input_validation import (
-    both_sides,
     check_features,
     check_nodes,
+    sides_of,
     stored_parameter,
 )
 from anemoi_gt.nn.plain import ATTENTION, PYG_LINEAR, why_not_plain
-from anemoi_gt.nn.pyg_inputs import is_adjacency, is_sparse_tensor, read_edges, sides_of
-from anemoi_gt.nn.sublayers import linear_parameters, warn_of_embedded_edges
+from anemoi_gt.nn.pyg_inputs import is_adjacency, is_sparse_tensor, read_edges
+from anemoi_gt.nn.sublayers import edge_operands
 from anemoi_gt.ops import attention_weights, edge_attention
 from anemoi_gt.option_checks import check_integer, check_probability
 from anemoi_gt.refusal import Refusal, RefusalKind, transient
@@ -332,14 +332,11 @@ class GraphTransformerConv(MessagePassing):
         linear = self.lin_edge
         if linear is None:
             return None, None, None
+        assert edge_attr is not None  # as `_check_attributes` has seen
         # lin_edge is not called, so the hook of PyG's lazy Linear, which does this, does not run
         if type(linear._parameters.get("weight")) is UninitializedParameter:
             linear.initialize_parameters(linear, (edge_attr,))
-        embedding = linear_parameters(linear, "lin_edge", PYG_LINEAR)
-        if isinstance(embedding, Refusal):
-            warn_of_embedded_edges(embedding.text)
-            return self._split_heads(linear(edge_attr)), None, None
-        return edge_attr, *embedding
+        return edge_operands(linear, edge_attr, self.heads, PYG_LINEAR)
 
     def _split_heads(self, features: Tensor) -> Tensor:
         return features.view(*features.shape[:-1], self.heads, self.out_channels)
@@ -411,7 +408,7 @@ class GraphTransformerConv(MessagePassing):
 
 def _both_sides(in_channels: int | tuple[int, int]) -> tuple[int, int]:
     """Return the features of a source and of a destination, checked."""
-    sides = both_sides(in_channels)
+    sides = sides_of(in_channels)
     for side in sides:
         if side != LAZY:
             check_integer("in_channels", side, note=f", or {LAZY} to infer it from the first input")

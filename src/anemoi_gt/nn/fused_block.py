@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from anemoi_gt.graph import GraphStructure, ShardedGraph
 from anemoi_gt.kernel_config import KernelConfig
-from anemoi_gt.nn.input_validation import check_attributes
 from anemoi_gt.nn.layer_kernels import cast_for_projections
 from anemoi_gt.nn.norm import apply_norm
 from anemoi_gt.nn.plain import why_not_plain_tensor
@@ -277,7 +276,8 @@ def _attention(
     x_src, x_dst = x
     shape = x_dst.shape
     cond_src, cond_dst = cond
-    is_one_set = x_src is x_dst and modules.norm_src is modules.norm
+    has_one_norm = modules.parameters.norm_src is modules.parameters.norm
+    is_one_set = x_src is x_dst and has_one_norm
     halo = None
     # before the exchange, which returns rows of a batch as [B, N, F]
     if cond_dst is not None:
@@ -289,7 +289,7 @@ def _attention(
         structure = graph
     else:  # as by the block's modules, which another rank may call (hooks)
         norm = "layer_norm_attention"
-        if modules.norm_src is not modules.norm:
+        if not has_one_norm:
             norm = "layer_norm_attention_src"
         prepare = partial(_normed, block, block._modules[norm])
         conditions = None
@@ -314,7 +314,7 @@ def _attention(
     if x_dst.dim() != 2:
         x_src, halo, x_dst = _rows(x_src), _rows(halo), _rows(x_dst)
     tensors = modules.tensors((x_src, x_dst), edge_attr, (rows_of_cond_src, cond_dst), halo)
-    z = modules.compute(tensors, structure, modules.options(batch))
+    z = modules.compute(tensors, structure, modules.options._replace(batch=batch))
     return z if len(shape) == 2 else z.view(shape)
 
 
@@ -338,7 +338,7 @@ def check_edges(
     modules: AttentionModules, x_dst: Tensor, graph: GraphStructure, edge_attr: Tensor
 ) -> None:
     """Raise ValueError as `edge_attention` would, for destinations and attributes of a graph."""
-    weight, bias = modules.edge
+    weight, bias = modules.parameters.edge
     if not torch.compiler.is_compiling():  # sizes may be symbolic, and do not compare as tuples
         device = graph.device
         shape = (graph.num_edges, weight.shape[1])
@@ -352,8 +352,7 @@ def check_edges(
             and (bias is None or bias.device == device)
         ):
             return
-    check_attributes(edge_attr, weight.shape[1])
-    heads = (modules.heads, weight.shape[0] // modules.heads)
+    heads = (modules.options.heads, weight.shape[0] // modules.options.heads)
     # one element, expanded: shapes and dtypes are checked, and nothing is allocated
     query = x_dst.new_empty(()).expand(*x_dst.shape[:-1], *heads)
     key = x_dst.new_empty(()).expand(*x_dst.shape[:-2], graph.num_src, *heads)

@@ -1,4 +1,4 @@
-"""Checks of the inputs of layers: features, their rows, conditions, edge attributes and graphs."""
+"""Checks of the inputs of layers: features, their rows, conditions and graphs."""
 
 from typing import Any
 
@@ -24,14 +24,6 @@ def stored_parameter(module: nn.Module) -> Tensor | None:
         if stored is not None:
             return stored
     return module.__dict__.get("weight")  # replicas of DataParallel hold plain tensors
-
-
-def features_of_input(linear: nn.Module) -> int | None:
-    """Return the features that a linear map takes, None for an adapter that does not state them."""
-    features: Any = getattr(linear, "in_features", None)
-    if features is None and linear._parameters.get("weight") is not None:
-        return linear._parameters["weight"].shape[1]  # type: ignore[union-attr]  # not None
-    return features
 
 
 def check_features(name: str, features: Tensor, channels: int | None, like: Tensor | None) -> None:
@@ -62,16 +54,12 @@ def check_dtype(name: str, features: Tensor, like: Tensor | None) -> None:
         )
 
 
-def both_sides(in_channels: int | tuple[int, int]) -> tuple[int, int]:
-    """Return the features of a source and of a destination, of which one number serves both."""
-    sides = (
-        tuple(in_channels) if isinstance(in_channels, (tuple, list)) else (in_channels, in_channels)
-    )
-    if len(sides) != 2:
-        raise ValueError(
-            f"in_channels must be an integer or a pair (sources, destinations), got {in_channels!r}"
-        )
-    return sides
+def sides_of(value: Any) -> tuple[Any, Any]:
+    """Return the values of sources and of destinations, of which one may serve both."""
+    if not isinstance(value, (tuple, list)):
+        return value, value
+    src, dst = value
+    return src, dst
 
 
 def check_sides(x: tuple, channels: tuple[int, int], like: Tensor | None) -> tuple:
@@ -148,20 +136,6 @@ def _check_pair(message: str, pair: object) -> None:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         got = f"{len(pair)} elements" if isinstance(pair, (tuple, list)) else type(pair).__name__
         raise ValueError(f"{message}, got {got}")
-
-
-def check_attributes(edge_attr: object, edge_dim: int | None) -> None:
-    """Raise unless `edge_attr` is a tensor with `edge_dim` attributes per edge; None is any number.
-
-    The attention checks its number of rows.
-    """
-    number = "D" if edge_dim is None else edge_dim
-    check_shape(
-        "edge_attr",
-        edge_attr,
-        f"[E, {number}] or [B, E, {number}], raw attributes",
-        lambda x: x.dim() in (2, 3) and (edge_dim is None or x.shape[-1] == edge_dim),
-    )
 
 
 def check_structure(graph: object) -> None:

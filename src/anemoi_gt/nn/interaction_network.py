@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.inits import reset
-from torch_geometric.typing import OptTensor, PairTensor
+from torch_geometric.typing import OptTensor, PairTensor  # noqa: F401  read with `propagate_type`
 
 from anemoi_gt.graph import GraphStructure, ShardedGraph
-from anemoi_gt.graph.checks import check_shape, have_size
 from anemoi_gt.kernel_config import KernelConfig, check_config
 from anemoi_gt.nn.fused_block import (
     NOT_FASTER,
@@ -30,11 +29,10 @@ from anemoi_gt.nn.fused_block import (
     update_edges,
 )
 from anemoi_gt.nn.input_validation import (
-    both_sides,
     check_batch,
-    check_dtype,
     check_features,
     check_nodes,
+    sides_of,
     stored_parameter,
 )
 from anemoi_gt.nn.layer_kernels import LayerKernels
@@ -48,7 +46,7 @@ from anemoi_gt.nn.plain import (
     Asked,
     why_not_plain,
 )
-from anemoi_gt.nn.pyg_inputs import is_edge_index, read_edges, sides_of
+from anemoi_gt.nn.pyg_inputs import is_edge_index, read_edges
 from anemoi_gt.nn.sublayers import Computation, NetworkModules, read_network
 from anemoi_gt.nn.unchanged import none_refused, reading
 from anemoi_gt.ops.dtypes import DTYPES, accumulator_dtype, without_autocast
@@ -140,7 +138,7 @@ class InteractionConv(MessagePassing):
         config: KernelConfig = KernelConfig(),  # noqa: B008  frozen: one value for all
     ):
         super().__init__(aggr="add", node_dim=-2)
-        self.in_channels = both_sides(in_channels)
+        self.in_channels = sides_of(in_channels)
         for channels in self.in_channels:
             check_integer("in_channels", channels)
         check_integer("edge_dim", edge_dim)
@@ -199,9 +197,11 @@ class InteractionConv(MessagePassing):
             run.
         """
         like = stored_parameter(self.edge_mlp)
-        x_src, x_dst = self._sides(x, like)
+        x_src, x_dst = sides_of(x)
+        check_features("x_src", x_src, self.in_channels[0], like)
+        check_features("x_dst", x_dst, self.in_channels[1], like)
         is_one_set = x_src is x_dst
-        features: Tensor | None = edge_attr
+        features: Any = edge_attr  # None if a sparse matrix has them
         graph: GraphStructure | None = None
         if not isinstance(edge_index, (GraphStructure, Tensor)) and isinstance(
             edge_index, ShardedGraph
@@ -217,9 +217,8 @@ class InteractionConv(MessagePassing):
                 sizes = (x_src.shape[-2], x_dst.shape[-2])
                 graph, features = read_edges(edge_index, edge_attr, sizes, self.config)
                 check_nodes(graph, x_src, x_dst)
-        edge_list: Any = edge_index  # [2, E] where there is no structure
-        num_edges = edge_list.shape[1] if graph is None else graph.num_edges
-        edges = self._in_batch(features, num_edges, x_dst, like)
+        check_features("edge_attr", features, self.edge_dim, like)
+        edges = features.expand(*x_dst.shape[:-2], *features.shape[-2:])
         dtype = edges.dtype
         with _precision(self.config, x_dst.device):
             x_dst, edges = _read(x_dst, self.config), _read(edges, self.config)
@@ -231,6 +230,7 @@ class InteractionConv(MessagePassing):
                 x = (x_src if halo is None else torch.cat([x_src, halo], dim=-2), x_dst)
                 sizes = (x[0].shape[-2], x_dst.shape[-2])
                 # sums by int32 indices have wrong gradients on a CPU (PyTorch 2.13)
+                edge_list: Any = edge_index  # [2, E] where there is no structure
                 ends = edge_list.long() if graph is None else graph.edge_index()
                 # With a condition a pair: PyG would hand another argument to messages of subclasses
                 # without it too, as it generates `propagate` once (2.8).
@@ -283,37 +283,6 @@ class InteractionConv(MessagePassing):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.in_channels}, edge_dim={self.edge_dim})"
-
-    def _sides(self, x: Tensor | PairTensor, like: Tensor | None) -> PairTensor:
-        """Return (x_src, x_dst), checked."""
-        sides = sides_of(x)
-        if self.config.precision is not None and like is not None and like.dtype != torch.float32:
-            raise ValueError(
-                f"the weights of a layer with a precision must be float32, got {like.dtype}; use "
-                "KernelConfig(precision=None)"
-            )
-        for name, side, channels in zip(("x_src", "x_dst"), sides, self.in_channels, strict=True):
-            check_features(name, side, channels, like)
-        return sides
-
-    def _in_batch(
-        self, edges: Tensor | None, num_edges: int, x_dst: Tensor, like: Tensor | None
-    ) -> Tensor:
-        """Return the features of edges with the batch dimension of nodes, checked."""
-        width = self.edge_dim
-        wanted = f"[E, {width}] or [B, E, {width}]"
-        check_shape(
-            "edge_attr", edges, wanted, lambda x: x.dim() in (2, 3) and x.shape[-1] == width
-        )
-        assert edges is not None  # or the check would have raised
-        check_dtype("edge_attr", edges, like)
-        batch = x_dst.shape[:-2]
-        if not have_size(edges.shape[-2], num_edges) or edges.shape[:-2] not in ((), batch):
-            raise ValueError(
-                f"edge_attr must have {num_edges} rows, one per edge of the graph, and the "
-                f"batch {tuple(batch)} of x or none, got {tuple(edges.shape)}"
-            )
-        return edges.expand(*batch, *edges.shape[-2:])
 
 
 class InteractionBlock(nn.Module):
@@ -378,9 +347,7 @@ class InteractionBlock(nn.Module):
         config: KernelConfig = KernelConfig(),  # noqa: B008  frozen: one value for all
     ):
         super().__init__()
-        _, channels = both_sides(in_channels)
-        check_integer("in_channels", channels)
-        check_integer("edge_dim", edge_dim)
+        _, channels = sides_of(in_channels)
         hidden_dim = edge_dim if hidden_dim is None else hidden_dim
         # in Anemoi's order: the same seed gives the same weights
         self.node_mlp = NormedMLP(

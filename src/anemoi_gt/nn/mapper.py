@@ -109,7 +109,7 @@ class GraphTransformerBaseMapper(BaseMapper):
     Raises
     ------
     ValueError
-        With `update_src_nodes`, or for options that the block refuses.
+        For options that the block refuses.
     """
 
     def __init__(
@@ -127,15 +127,11 @@ class GraphTransformerBaseMapper(BaseMapper):
             in_channels_dst=in_channels_dst,
             gradient_checkpointing=gradient_checkpointing,
         )
-        if block_options.get("update_src_nodes"):
-            raise ValueError(
-                "update_src_nodes must be False in a mapper, which returns destinations only, got "
-                "True; use GraphTransformerMapperBlock, which returns the sources too"
-            )
         self.proc = GraphTransformerMapperBlock(
             in_channels=num_channels,
             hidden_dim=hidden_width(num_channels, mlp_hidden_ratio),
             out_channels=num_channels,
+            update_src_nodes=False,  # a mapper returns destinations only
             **block_options,
         )
         self.emb_nodes_dst = self.proc.layer_kernels.Linear(in_channels_dst, num_channels)

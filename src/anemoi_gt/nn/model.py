@@ -254,34 +254,16 @@ class EncoderProcessorDecoder(nn.Module):
                 f"x must map each of the data sets {list(self.in_channels)} to its fields, got "
                 f"{got}"
             )
-        batch = None
         for name, x in fields.items():
             shape = (self.nodes[name].num_nodes, self.in_channels[name])
             label = "x" if self.has_one_data_set else f"x[{name!r}]"
             check_shape(label, x, f"[B, {shape[0]}, {shape[1]}]", partial(_is_batch_of, shape))
             check_dtype(label, x, like=self.nodes[name].sin_cos_lat_lon)
-            if batch not in (None, x.shape[0]):
-                raise ValueError(
-                    f"{label} must have the batch size {batch} of the other data sets, got "
-                    f"{x.shape[0]}"
-                )
-            batch = x.shape[0]
 
     def _make_residuals(self, residual: Mapping | None) -> dict[str, Residual]:
         if residual is None:
             return {}
         residual = {DATA: residual} if self.has_one_data_set else residual
-        if not isinstance(residual, Mapping):
-            raise ValueError(
-                "residual must map data sets to channels, as in {name: {0: 2}}, because "
-                f"in_channels is a mapping, got {residual!r}"
-            )
-        both = [name for name in self.in_channels if name in self.out_channels]
-        if not set(residual) <= set(both):
-            raise ValueError(
-                f"residual must name data sets that are input and output, {both}, got "
-                f"{list(residual)}"
-            )
         return {
             d: Residual(pairs, self.in_channels[d], self.out_channels[d])
             for d, pairs in residual.items()

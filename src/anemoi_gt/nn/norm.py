@@ -76,7 +76,7 @@ class ConditionalLayerNorm(nn.Module):
         """Normalise `x` [..., N, normalized_shape] with `cond` [..., N or 1, condition_shape].
 
         Their batch dimensions broadcast; a batch dimension of the condition only is one of the
-        result. Raise ValueError when the condition has the wrong shape.
+        result. Raise ValueError when the condition has other features, or other rows.
         """
         features = self.scale.in_features
         rows = x.shape[-2]
@@ -87,14 +87,6 @@ class ConditionalLayerNorm(nn.Module):
             wanted,
             lambda c: c.dim() >= 2 and c.shape[-1] == features and c.shape[-2] in (1, rows),
         )
-        # PyTorch 2.9 traces zip(strict=False) as strict
-        common = range(3, min(cond.dim(), x.dim()) + 1)
-        batches = [(cond.shape[-d], x.shape[-d]) for d in common]
-        if not all(1 in sizes or sizes[0] == sizes[1] for sizes in batches):
-            raise ValueError(
-                f"cond must have the batch of x {tuple(x.shape)}, a batch of 1, or none, got "
-                f"{tuple(cond.shape)}"
-            )
         # autocast runs layer norms in float32 on a GPU, and the block would go on in it
         return ((1 + self.scale(cond)) * self.norm(x) + self.bias(cond)).type_as(x)
 

@@ -15,7 +15,6 @@ from anemoi_gt.kernel_config import KernelConfig
 from anemoi_gt.nn.activation_checkpointing import checkpoint_activations, chunk_result
 from anemoi_gt.nn.block import GraphTransformerProcessorBlock
 from anemoi_gt.nn.chunking import Chunk
-from anemoi_gt.nn.input_validation import check_features, stored_parameter
 from anemoi_gt.nn.interaction_network import InteractionBlock, apply_mlp
 from anemoi_gt.nn.layer_kernels import LayerKernels
 from anemoi_gt.nn.mlp import NormedMLP, hidden_width
@@ -128,10 +127,8 @@ class GraphTransformerProcessor(BaseProcessor):
         cond : Tensor [N or 1, K] or [B, N or 1, K], optional
             Condition of conditional norms.
         """
-        first = self.proc[0]
-        # its device is needed below
-        check_features("x", x, first.channels, like=stored_parameter(first.lin_query))
-        return self.run_groups(_run_transformer, x, graph, edge_attr, cond, device=x.device)
+        device = edge_attr.device
+        return self.run_groups(_run_transformer, x, graph, edge_attr, cond, device=device)
 
 
 class GNNProcessor(BaseProcessor):

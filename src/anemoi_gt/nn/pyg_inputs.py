@@ -10,17 +10,6 @@ from anemoi_gt.graph import GraphStructure
 from anemoi_gt.kernel_config import KernelConfig
 
 
-def sides_of(x: Any) -> tuple[Tensor, Tensor]:
-    """Return (x_src, x_dst) of a tensor or a pair of tensors, whose shapes are not checked."""
-    if not isinstance(x, (tuple, list)):
-        return x, x
-    if len(x) != 2:
-        raise ValueError(
-            f"x must be a tensor or a pair of tensors (x_src, x_dst), got {len(x)} elements"
-        )
-    return x[0], x[1]
-
-
 def read_edges(
     edges: Any, edge_attr: Tensor | None, num_nodes: tuple[int, int], config: KernelConfig
 ) -> tuple[GraphStructure, Tensor | None]:
@@ -42,11 +31,6 @@ def read_edges(
             edge_attr = values
         graph = GraphStructure.from_adj_t(edges, stable=stable, validate=False, reverse=reverse)
         return graph, edge_attr
-    if not isinstance(edges, Tensor):
-        raise ValueError(
-            "edge_index must be a GraphStructure, a tensor [2, E], an EdgeIndex or a sparse adj_t "
-            f"[N_dst, N_src], got {type(edges).__name__}"
-        )
     graph = GraphStructure.from_edge_index(
         edges, num_nodes, stable=stable, validate=_is_readable(edges), reverse=reverse
     )

@@ -61,16 +61,11 @@ class StaticNodes(nn.Module):
                 "latitudes must lie within +-pi/2 radians, got up to "
                 f"{float(positions[:, 0].abs().max()):g}; convert degrees with torch.deg2rad"
             )
-        check_integer(
-            "trainable", trainable, least=0, note=", the number of trainable features of a node"
-        )
         sin_cos_lat_lon = torch.cat([positions.sin(), positions.cos()], dim=-1).to(
             torch.get_default_dtype()
         )
         self.register_buffer("sin_cos_lat_lon", sin_cos_lat_lon, persistent=False)
-        self.trainable = (
-            nn.Parameter(torch.zeros(positions.shape[0], trainable)) if trainable else None
-        )
+        self.trainable = _trainable(positions.shape[0], trainable, "features of a node")
 
     def __len__(self) -> int:
         return self.num_nodes
@@ -220,16 +215,11 @@ class StaticEdges(nn.Module):
             "edge_attr", edge_attr, wanted, lambda x: x.dim() == 2 and len(x) == graph.num_edges
         )
         _check_finite("edge_attr", edge_attr)
-        check_integer(
-            "trainable", trainable, least=0, note=", the number of trainable attributes of an edge"
-        )
         edge_attr = edge_attr[graph.edge_order().long()].to(torch.get_default_dtype())
         self.structure = StaticStructure(replace(graph, perm=None))
         self.split(num_chunks)
         self.register_buffer("edge_attr", edge_attr, persistent=False)
-        self.trainable = (
-            nn.Parameter(torch.zeros(graph.num_edges, trainable)) if trainable else None
-        )
+        self.trainable = _trainable(graph.num_edges, trainable, "attributes of an edge")
 
     @property
     def edge_dim(self) -> int:
@@ -268,6 +258,12 @@ class _StaticChunk(IndexBuffers):
         return Chunk(self.structure(), self.src, self.dst, self.edges, self.sizes)
 
 
+def _trainable(rows: int, number: int, kind: str) -> nn.Parameter | None:
+    """Return trainable features [rows, number], initialised to 0; None for a number of 0."""
+    check_integer("trainable", number, least=0, note=f", the number of trainable {kind}")
+    return nn.Parameter(torch.zeros(rows, number)) if number else None
+
+
 def _check_finite(name: str, tensor: Tensor) -> None:
     if not tensor.is_floating_point():
         raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
@@ -280,11 +276,6 @@ def nodes_of(graph: HeteroData, name: str, trainable: int) -> StaticNodes:
 
     Raise ValueError when the graph does not have these nodes, or they have no positions.
     """
-    if not isinstance(graph, HeteroData):
-        raise ValueError(
-            "graph must be a HeteroData, as anemoi_gt.data.graphs makes it, got "
-            f"{type(graph).__name__}"
-        )
     if name not in graph.node_types or "x" not in graph[name]:
         raise ValueError(
             f"graph must have nodes {name!r} with positions x [N, 2], got nodes {graph.node_types}"

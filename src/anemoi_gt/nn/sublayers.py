@@ -40,6 +40,7 @@ from anemoi_gt.ops.tensors import (
     Norm,
     NormOptions,
 )
+from anemoi_gt.ops.tree import leaves
 from anemoi_gt.refusal import Refusal, permanent
 from anemoi_gt.torch_compat import constant_when_traced
 
@@ -117,10 +118,9 @@ class NormModule(NamedTuple):
     options: NormOptions
     features: int
     has_condition: bool
-    is_double: bool | None  # whether its parameters are float64; None without parameters
 
 
-NO_NORM_MODULE = NormModule(NO_NORM, NO_NORM_OPTIONS, 0, has_condition=False, is_double=None)
+NO_NORM_MODULE = NormModule(NO_NORM, NO_NORM_OPTIONS, 0, has_condition=False)
 
 
 class NetworkModules(NamedTuple):
@@ -143,17 +143,16 @@ class NetworkModules(NamedTuple):
 
         `condition` is [N, K], None without one.
         """
-        if condition is None:
-            return NetworkTensors(x, more, self.norm_in.parameters, self.network)
+        norm_in = self.norm_in.parameters
+        network = self.network
         if self.norm_in.has_condition:
-            norm_in = self.norm_in.parameters._replace(condition=condition)
-            return NetworkTensors(x, more, norm_in, self.network)
-        return NetworkTensors(x, more, self.norm_in.parameters, self.network_with(condition))
+            norm_in = norm_in._replace(condition=condition)
+        elif condition is not None:
+            network = self.network_with(condition)
+        return NetworkTensors(x, more, norm_in, network)
 
-    def network_with(self, condition: Tensor | None) -> Network[Tensor]:
+    def network_with(self, condition: Tensor) -> Network[Tensor]:
         """Return the parameters, with the condition [N, K] of the norm of the output."""
-        if condition is None:
-            return self.network
         return self.network._replace(norm=self.network.norm._replace(condition=condition))
 
     def options(
@@ -183,66 +182,31 @@ class AttentionModules(NamedTuple):
 
     computation: Computation
     compute: Callable[..., Tensor]  # of `tensors`, a graph and `options`
-    norm: NormModule  # of destinations
-    norm_src: NormModule  # of sources; `norm` itself if the block has one norm
-    query: Linear[Tensor]
-    self_term: Linear[Tensor]
-    key: Linear[Tensor]
-    value: Linear[Tensor]
-    edge: Linear[Tensor]
-    projection: Linear[Tensor]
-    query_norm: NormModule  # over the channels of a head
-    key_norm: NormModule
-    heads: int
+    parameters: AttentionTensors  # without rows; the norm of a processor is that of both sides
+    options: AttentionOptions  # of one batch entry
     has_condition: bool  # whether both norms need a condition; if not, neither takes one
     dtype: torch.dtype  # of the parameters
 
     def tensors(
-        self,
-        x: Nodes,
-        edge_attr: Tensor,
-        cond: Conditions,
-        halo: Tensor | None,
+        self, x: Nodes, edge_attr: Tensor, cond: Conditions, halo: Tensor | None
     ) -> AttentionTensors:
-        """Return the tensors of a call, as `fused_block.attention` takes them, but all as rows."""
+        """Return the tensors of a call on rows [B * N, F], with a condition for each or None."""
         x_src, x_dst = x
         cond_src, cond_dst = cond
-        norm = self.norm.parameters
+        norm, norm_src = self.parameters.norm, self.parameters.norm_src
         if cond_dst is not None:
             norm = norm._replace(condition=cond_dst)
-        norm_src: Norm[Tensor] = NO_NORM
-        if x_src is not None:
-            norm_src = self.norm_src.parameters
-            if cond_src is not None:
-                norm_src = norm_src._replace(condition=cond_src)
-        return AttentionTensors(
+        if x_src is None:
+            norm_src = NO_NORM
+        elif cond_src is not None:
+            norm_src = norm_src._replace(condition=cond_src)
+        return self.parameters._replace(
             x_src=x_src,
             halo=halo,
             x_dst=x_dst,
             edge_attr=edge_attr,
             norm=norm,
             norm_src=norm_src,
-            query=self.query,
-            self_term=self.self_term,
-            key=self.key,
-            value=self.value,
-            edge=self.edge,
-            projection=self.projection,
-            query_scale=self.query_norm.parameters.scale,
-            key_scale=self.key_norm.parameters.scale,
-        )
-
-    def options(self, batch: int) -> AttentionOptions:
-        """Return the options of the operator for `batch` entries."""
-        return AttentionOptions(
-            heads=self.heads,
-            batch=batch,
-            norm=self.norm.options,
-            norm_src=self.norm_src.options,
-            query_norm=self.query_norm.options,
-            key_norm=self.key_norm.options,
-            gemm_dtype=self.computation.gemm_dtype,
-            replay=self.computation.replay,
         )
 
 
@@ -279,7 +243,30 @@ def linear_parameters(
     refusal = why_not_plain((name, linear, (role,)))
     if refusal is not None:
         return refusal
-    return read_linears({name: linear})[0]
+    return linear_of(linear, name)
+
+
+def edge_operands(
+    linear: nn.Module, edge_attr: Tensor, heads: int, role: str = plain.LINEAR
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the edge operands of an attention: attributes, embedding weight and bias.
+
+    If `linear` must be called, because it is not plain, they are embedded edges, None and None.
+    """
+    embedding = linear_parameters(linear, "lin_edge", role)
+    if isinstance(embedding, Refusal):
+        _warn_of_embedded_edges(embedding.text)
+        return linear(edge_attr).unflatten(-1, (heads, -1)), None, None
+    return edge_attr, *embedding
+
+
+@constant_when_traced
+def _warn_of_embedded_edges(text: str) -> None:
+    """Warn that edges are embedded before the attention, for the reason in `text`."""
+    warnings.warn(
+        f"edge attributes are embedded into a tensor [E, H, C] before the attention: {text}",
+        stacklevel=4,
+    )
 
 
 @or_refusal
@@ -308,10 +295,13 @@ def read_linear(layer: Submodule, name: str, computation: Computation) -> Networ
     refusal = why_not_plain(*asked)
     if refusal is not None:
         return refusal
-    (parameters,) = read_linears({linear_name: linear})
+    parameters = linear_of(linear, linear_name)
     norm_in = NO_NORM_MODULE
     if norm is not None:
-        norm_in = _read_norm_of(parameters.weight, linear_name, norm, f"{name}.0", backend)
+        norm_in = read_norm(norm, f"{name}.0", backend)
+        shape = (parameters.weight.shape[0], norm_in.features)
+        check_parameter(linear_name, parameters.weight, shape)
+        check_precision(norm_in.parameters, parameters)
     return NetworkModules(
         computation=computation,
         compute=backend.network,
@@ -428,14 +418,16 @@ def read_network(
     if len(names) != 1:
         raise cannot_fuse(f"its {layers_name} has several kinds of activations")
 
-    *values, out = read_linears(linears)
-    dtype = out.weight.dtype
+    *values, out = [linear_of(linear, linear_name) for linear_name, linear in linears.items()]
+    norm_of_input = norm_of_output = NO_NORM_MODULE
     width = values[0].weight.shape[1]
-    norm_of_input = NO_NORM_MODULE
+    features = out.weight.shape[0]
     if norm_in is not None:
-        norm_of_input = _read_norm_of(
-            values[0].weight, layers_name, norm_in[1], norm_in[0], backend
-        )
+        norm_of_input = read_norm(norm_in[1], norm_in[0], backend)
+        width = features = norm_of_input.features  # a residual connection
+    elif norm is not None and type(norm) is not nn.Identity:
+        norm_of_output = read_norm(norm, norm_name, backend)
+        features = norm_of_output.features
     hidden = []
     for index in range(num_hidden):
         layer = Layer(NO_LAYER.gate, values[index])
@@ -443,29 +435,15 @@ def read_network(
             layer = Layer(values[index], values[num_hidden + index])
         shape = (layer.value.weight.shape[0], width)
         for linear in layer:
-            if linear.weight is not None and linear.weight.shape != shape:
-                raise other_shape(layers_name, linear.weight, shape)
+            check_parameter(layers_name, linear.weight, shape)
         hidden.append(layer)
         width = shape[0]
-    features = out.weight.shape[0]
-    if norm_in is not None:  # a residual connection
-        features = norm_of_input.features
-    if out.weight.shape != (features, width):
-        raise other_shape(layers_name, out.weight, (features, width))
+    check_parameter(layers_name, out.weight, (features, width))
     limit = backend.max_features
     if features > limit:
         got = f"its {layers_name} returns {features} features"
         raise cannot_fuse(f"{got}, and at most {limit} are possible")
-    norm_of_output = NO_NORM_MODULE
-    if norm is not None and type(norm) is not nn.Identity:
-        norm_of_output = read_norm(norm, norm_name, backend)
-        if norm_of_output.is_double not in (None, dtype is DOUBLE):
-            raise other_precision(norm_name)
-        if norm_of_output.features != features:
-            raise other_shape(layers_name, out.weight, (norm_of_output.features, width))
-        if norm_of_output.options.eps <= 0.0:
-            got = f"its {norm_name} has eps {norm_of_output.options.eps}"
-            raise cannot_fuse(f"{got}, and a positive number is needed")
+    check_precision(norm_of_input.parameters, *values, out, norm_of_output.parameters)
     second = hidden[1] if num_hidden == 2 else NO_LAYER
     return NetworkModules(
         computation=computation,
@@ -477,7 +455,7 @@ def read_network(
         # Anemoi's AutocastLayerNorm casts its result to the dtype of its input
         is_cast=type(norm) is not nn.LayerNorm,
         has_condition=norm_of_input.has_condition or norm_of_output.has_condition,
-        dtype=dtype,
+        dtype=out.weight.dtype,
     )
 
 
@@ -525,21 +503,15 @@ def read_attention(block: Any, computation: Computation) -> AttentionModules | R
         raise cannot_fuse("its norms of sources and destinations have different features")
     if norm_of_sources.has_condition != norm.has_condition:
         raise cannot_fuse("one of its norms of sources and destinations takes a condition")
-    parameters = read_linears(linears)
-    query, self_term, key, value, edge, projection = parameters
-    is_double = query.weight.dtype is DOUBLE
-    if norm.is_double not in (None, is_double):
-        raise other_precision("layer_norm_attention")
-    if norm_of_sources.is_double not in (None, is_double):
-        raise other_precision("layer_norm_attention_src")
+    read = [linear_of(linear, name) for name, linear in linears.items()]
+    query, self_term, key, value, edge, projection = read
     width = query.weight.shape[0]
     features = norm.features
     shape = (width, features)
     num_attributes = edge.weight.shape[1]
     shapes = (shape, shape, shape, shape, (width, num_attributes), (features, width))
-    for name, linear, expected in zip(ATTENTION_LINEARS, parameters, shapes, strict=True):
-        if linear.weight.shape != expected:
-            raise other_shape(name, linear.weight, expected)
+    for name, linear, expected in zip(ATTENTION_LINEARS, read, shapes, strict=True):
+        check_parameter(name, linear.weight, expected)
     if width > backend.max_features:
         got = f"its queries have {width} features"
         raise cannot_fuse(f"{got}, and more than {backend.max_features} are not measured")
@@ -551,33 +523,41 @@ def read_attention(block: Any, computation: Computation) -> AttentionModules | R
     query_norm = key_norm = NO_NORM_MODULE
     if has_head_norms:
         channels = width // heads
-        query_norm = _read_head_norm(modules.get("q_norm"), "q_norm", channels, query, backend)
-        key_norm = _read_head_norm(modules.get("k_norm"), "k_norm", channels, query, backend)
-    return AttentionModules(
-        computation=computation,
-        compute=backend.attention_sublayer,
-        norm=norm,
-        norm_src=norm_of_sources,
+        query_norm = _read_head_norm(modules.get("q_norm"), "q_norm", channels, backend)
+        key_norm = _read_head_norm(modules.get("k_norm"), "k_norm", channels, backend)
+    parameters: AttentionTensors = AttentionTensors(
+        x_src=None,
+        halo=None,
+        x_dst=None,  # of a call
+        edge_attr=None,
+        norm=norm.parameters,
+        norm_src=norm_of_sources.parameters,
         query=query,
         self_term=self_term,
         key=key,
         value=value,
         edge=edge,
         projection=projection,
-        query_norm=query_norm,
-        key_norm=key_norm,
-        heads=heads,
+        query_scale=query_norm.parameters.scale,
+        key_scale=key_norm.parameters.scale,
+    )
+    check_precision(parameters)
+    return AttentionModules(
+        computation=computation,
+        compute=backend.attention_sublayer,
+        parameters=parameters,
+        options=AttentionOptions(
+            heads=heads,
+            batch=1,
+            norm=norm.options,
+            norm_src=norm_of_sources.options,
+            query_norm=query_norm.options,
+            key_norm=key_norm.options,
+            gemm_dtype=computation.gemm_dtype,
+            replay=computation.replay,
+        ),
         has_condition=norm.has_condition,
         dtype=query.weight.dtype,
-    )
-
-
-@constant_when_traced
-def warn_of_embedded_edges(text: str) -> None:
-    """Warn that edges are embedded before the attention, for the reason in `text`."""
-    warnings.warn(
-        f"edge attributes are embedded into a tensor [E, H, C] before the attention: {text}",
-        stacklevel=3,
     )
 
 
@@ -613,9 +593,8 @@ def read_norm(norm: Submodule, name: str, backend: Backend) -> NormModule:
         inner = children["norm"]
         if _read_parameters(inner, name) != (None, None):
             raise cannot_fuse(f"its {name}.norm has its own affine parameters")
-        (scale, scale_bias), (shift, shift_bias) = read_linears(
-            {f"{name}.scale": children["scale"], f"{name}.bias": children["bias"]}
-        )
+        scale, scale_bias = linear_of(children["scale"], f"{name}.scale")
+        shift, shift_bias = linear_of(children["bias"], f"{name}.bias")
         num_conditions = scale.shape[1]
         if scale_bias is None or shift_bias is None:
             raise cannot_fuse(f"its {name} has linear maps without a bias")
@@ -630,10 +609,8 @@ def read_norm(norm: Submodule, name: str, backend: Backend) -> NormModule:
     features = normalized_shape[0]
     shape = (features, num_conditions) if has_condition else (features,)
     # Kernels read `features` elements of both, or rows of them with a condition.
-    if scale is not None and scale.shape != shape:
-        raise other_shape(name, scale, shape)
-    if shift is not None and shift.shape != shape:
-        raise other_shape(name, shift, shape)
+    check_parameter(name, scale, shape)
+    check_parameter(name, shift, shape)
     limit = backend.max_features
     if features > limit:
         got = f"its {name} has {features} features"
@@ -641,62 +618,42 @@ def read_norm(norm: Submodule, name: str, backend: Backend) -> NormModule:
     parameters: Norm[Tensor] = Norm(scale, shift)
     if has_condition:
         parameters = Norm(scale_map=Linear(scale, scale_bias), shift_map=Linear(shift, shift_bias))
-    options = NormOptions(EPS if inner.eps is None else inner.eps, type(inner) is not nn.RMSNorm)
-    is_double = None if scale is None else scale.dtype is DOUBLE
-    return NormModule(parameters, options, features, has_condition, is_double)
+    eps = EPS if inner.eps is None else inner.eps
+    if eps <= 0.0:  # 0 is an absent norm
+        raise cannot_fuse(f"its {name} has eps {eps}, and a positive number is needed")
+    options = NormOptions(eps, type(inner) is not nn.RMSNorm)
+    return NormModule(parameters, options, features, has_condition)
 
 
-def _read_norm_of(
-    weight: Tensor, layer_name: str, norm: Submodule, name: str, backend: Backend
-) -> NormModule:
-    """Return parameters and options of the norm before a linear map with a weight."""
-    read = read_norm(norm, name, backend)
-    if read.is_double not in (None, weight.dtype is DOUBLE):
-        raise other_precision(name)
-    if weight.shape[1] != read.features:
-        raise other_shape(layer_name, weight, (weight.shape[0], read.features))
-    return read
-
-
-def other_precision(name: str) -> CannotFuseError:
-    """Return the error for a norm in float64 among linear maps that are not, or the reverse."""
-    return cannot_fuse(f"its {name} and its linear maps are not both float64")
-
-
-def _read_head_norm(
-    norm: Submodule, name: str, channels: int, query: Linear[Tensor], backend: Backend
-) -> NormModule:
+def _read_head_norm(norm: Submodule, name: str, channels: int, backend: Backend) -> NormModule:
     """Return the norm of queries or keys, over the channels of a head."""
     if norm is None or type(norm) is nn.Identity:
         return NO_NORM_MODULE
     read = read_norm(norm, name, backend)
-    if read.is_double not in (None, query.weight.dtype is DOUBLE):
-        raise other_precision(name)
     if read.parameters.shift is not None:
         raise cannot_fuse(f"its {name} has a bias")
     if read.features != channels:
         got = f"its {name} is over {read.features} channels"
         raise cannot_fuse(f"{got}, and its heads have {channels}")
-    if read.options.eps <= 0.0:
-        raise cannot_fuse(f"its {name} has eps {norm.eps}, and a positive number is needed")
     return read
 
 
-def read_linears(linears: dict[str, Submodule]) -> list[Linear[Tensor]]:
-    """Return weight and bias of linear maps; `linears` are by name in the block."""
-    read: list[Linear[Tensor]] = []
-    is_double = None
-    for name, linear in linears.items():
-        weight, bias = _read_parameters(linear, name)
-        if weight is None:
-            raise cannot_fuse(f"its {name} has no weight")
-        read.append(Linear(weight, bias))
-        # PyTorch multiplies no matrices of both, also not under autocast
-        if is_double is None:
-            is_double = weight.dtype is DOUBLE
-        elif (weight.dtype is DOUBLE) != is_double:
-            raise cannot_fuse(f"some of its {', '.join(linears)} are float64, and others are not")
-    return read
+def linear_of(linear: Submodule, name: str) -> Linear[Tensor]:
+    """Return weight and bias of a linear map, `name` in its block."""
+    weight, bias = _read_parameters(linear, name)
+    if weight is None:
+        raise cannot_fuse(f"its {name} has no weight")
+    return Linear(weight, bias)
+
+
+def check_precision(*parameters: tuple) -> None:
+    """Raise unless all of some parameters are float64, or none of them.
+
+    PyTorch multiplies no matrices of both, also not under autocast.
+    """
+    are_double = [tensor.dtype is DOUBLE for tensor in leaves(parameters) if tensor is not None]
+    if any(are_double) and not all(are_double):
+        raise cannot_fuse("some of its parameters are float64, and others are not")
 
 
 def _read_parameters(module: Submodule, module_name: str) -> tuple[Tensor | None, Tensor | None]:
@@ -721,11 +678,12 @@ def child_of(module: Submodule, name: str) -> Submodule:
     return module._modules.get(name) if isinstance(module, nn.Module) else None
 
 
-def other_shape(name: str, parameter: Tensor, shape: tuple[int, ...]) -> CannotFuseError:
-    """Return the error for a parameter of another shape than `shape`."""
-    return cannot_fuse(
-        f"its {name} has a parameter {tuple(parameter.shape)}, and {shape} is needed"
-    )
+def check_parameter(name: str, parameter: Tensor | None, shape: tuple[int, ...]) -> None:
+    """Raise unless a parameter, if there is one, has this shape."""
+    if parameter is not None and parameter.shape != shape:
+        raise cannot_fuse(
+            f"its {name} has a parameter {tuple(parameter.shape)}, and {shape} is needed"
+        )
 
 
 def cannot_fuse(text: str) -> CannotFuseError:

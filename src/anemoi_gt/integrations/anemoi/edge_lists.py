@@ -39,7 +39,7 @@ from anemoi_gt.custom_ops import define_operator
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.integrations.anemoi.report import warn_once
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
-from anemoi_gt.nn.chunk_gradients import rows_of, shared
+from anemoi_gt.nn.chunking import rows_of, shared
 from anemoi_gt.nn.plain import ANEMOI_PROVIDER, why_not_plain
 from anemoi_gt.torch_compat import constant_when_traced, constants, is_exporting
 
@@ -199,11 +199,10 @@ def edge_structure(
 ) -> list[Tensor]:
     """Return copies of colptr, row, perm and, with `reverse`, rowptr, col, csr_to_csc."""
     graph = _structure_by_tensor(edge_index, (num_src, num_dst), reverse=reverse)
-    tensors = [graph.colptr.clone(), graph.row.clone(), graph.edge_order().clone()]
-    source_side = graph.reverse_index()
-    if reverse and source_side is not None:
-        tensors += [tensor.clone() for tensor in source_side]
-    return tensors
+    tensors: list[Any] = [graph.colptr, graph.row, graph.edge_order()]
+    if reverse:
+        tensors += [graph.rowptr, graph.col, graph.csr_to_csc]
+    return [tensor.clone() for tensor in tensors]
 
 
 @torch.library.register_fake("anemoi_gt::edge_structure")

@@ -19,7 +19,7 @@ from anemoi_gt.integrations.anemoi.edge_lists import cut_destinations, list_of_m
 from anemoi_gt.integrations.anemoi.settings import SETTINGS
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn import fused_block
-from anemoi_gt.nn.chunk_gradients import rows_of
+from anemoi_gt.nn.chunking import rows_of
 from anemoi_gt.refusal import Refusal
 from anemoi_gt.torch_compat import is_exporting
 
