@@ -15,7 +15,7 @@ from compile_all import ALIGNED, WARP, compile_launch, resources, ttir_of
 from triton.backends.compiler import GPUTarget
 
 from anemoi_gt.ops.tensors import NormOptions
-from anemoi_gt.ops.triton_backend import interaction_launches, row_launches
+from anemoi_gt.ops.triton_backend import row_launches
 
 NORM = NormOptions(1e-5)
 SINGLE = torch.float32
@@ -61,8 +61,8 @@ def launches(features, x, half, num_rows=1000):
 
 
 def launches_of_networks(features, x, half, num_rows):
-    """Yield the launches of `interaction_launches`, for as many nodes of a batch of two as rows."""
-    kernels = interaction_launches
+    """Yield the launches of `row_launches`, for as many nodes of a batch of two as rows."""
+    kernels = row_launches
     ends = kernels.edge_ends(num_rows, num_rows * features)
     yield ends, dict.fromkeys(("colptr", "row", "perm", "dst", "src"), INDEX)
     of_edges = {"first_row": 7, "num_edges": num_rows, "batch": 2}

@@ -23,10 +23,9 @@ from anemoi_gt.ops.triton_backend.attention_steps import AttentionCall, attend
 from anemoi_gt.ops.triton_backend.edge_attention_triton import (
     edge_attention_triton,
     kept_layout,
-    kept_of,
 )
 from anemoi_gt.ops.triton_backend.plan import Buffer, KernelStep, PlanBuilder
-from anemoi_gt.ops.triton_backend.sizes import IndexTensors, Sizes, sizes_of
+from anemoi_gt.ops.triton_backend.sizes import IndexTensors, Kept, Sizes, sizes_of
 from anemoi_gt.ops.triton_backend.tiles import BUSY_DEGREE
 
 
@@ -72,7 +71,7 @@ def edge_attention_triton_exported(
     index_buffers: dict[str, Any] = dict(zip(structure, builder.inputs[num_operands:], strict=True))
     index: IndexTensors[Buffer] = IndexTensors(**index_buffers)
     sizes = TracedSizes(*sizes_of(buffers, index, scale, holds=statically_known_true))
-    kept = kept_of(builder.empty_tensors(kept_layout(buffers, index), together=False))
+    kept = Kept(**builder.empty_tensors(kept_layout(buffers, index), together=False))
     out = builder.empty_like(buffers.query)
     lse = attend(AttentionCall(builder, sizes, buffers, index), kept, out)
 

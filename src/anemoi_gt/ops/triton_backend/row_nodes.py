@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from anemoi_gt.ops.tensors import Linear, Norm, NormOptions
-from anemoi_gt.ops.triton_backend import interaction_launches, row_launches, tiles
+from anemoi_gt.ops.triton_backend import row_launches, tiles
 from anemoi_gt.ops.triton_backend.derived_passes import Pass, Run
 from anemoi_gt.ops.triton_backend.formula import (
     Key,
@@ -610,9 +610,7 @@ class ResidualNormNode(Node):
         if not self.has_norm:
             run.builder.add(r, x, out)
             return
-        launch = interaction_launches.residual_norm_forward(
-            out.shape[0], out.shape[1], self.options
-        )
+        launch = row_launches.residual_norm_forward(out.shape[0], out.shape[1], self.options)
         run.builder.launch(
             launch,
             r=r,
@@ -628,7 +626,7 @@ class ResidualNormNode(Node):
         dr = run.write(r)
         dx = run.write(x[0]) if x and run.needs(x[0]) else None
         sums, first_sum = run.sums(self)
-        launch = interaction_launches.residual_norm_backward(
+        launch = row_launches.residual_norm_backward(
             dr.shape[0],
             dr.shape[1],
             self.options,
