@@ -38,7 +38,7 @@ def launches(features, x, half, num_rows=1000):
     strides = {"x_stride": 2 * features, "out_stride": 4 * features}
     head_norm = row_launches.head_norm_forward(num_rows, 16, features // 16, NORM, **strides)
     yield head_norm, {"x": half, "scale": SINGLE, "out": half}
-    strides = {"x_stride": 2 * features, "grad_stride": 4 * features, "dx_stride": 4 * features}
+    strides = {"x_stride": 2 * features, "grad_stride": 4 * features}
     head_norm = row_launches.head_norm_backward(
         num_rows, 16, features // 16, NORM, **strides, **SUMS
     )
@@ -61,7 +61,7 @@ def launches(features, x, half, num_rows=1000):
 
 
 def launches_of_networks(features, x, half, num_rows):
-    """Yield the launches of `row_launches`, for as many nodes of a batch of two as rows."""
+    """Yield the launches of graph networks, for as many nodes of a batch of two as rows."""
     kernels = row_launches
     ends = kernels.edge_ends(num_rows, num_rows * features)
     yield ends, dict.fromkeys(("colptr", "row", "perm", "dst", "src"), INDEX)
@@ -85,7 +85,6 @@ def launches_of_networks(features, x, half, num_rows):
         num_rows,
         features,
         NORM,
-        dr_stride=features,
         is_first=False,
         **SUMS,
     )

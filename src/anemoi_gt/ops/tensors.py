@@ -110,10 +110,6 @@ class NormOptions(NamedTuple):
     eps: float = 0.0  # positive; 0 without a norm of heads or of a linear layer
     is_centred: bool = True  # layer norm; if not, RMSNorm, whose mean is taken as 0
 
-    def constants(self) -> dict[str, bool]:
-        """Return what the kernels are compiled for."""
-        return {"CENTRED": self.is_centred}
-
 
 class AttentionTensors(NamedTuple, Generic[Held]):
     """Tensors of an attention sub-layer, or what belongs to each of them.

@@ -242,7 +242,6 @@ network_triton = FormulaOperator(
     tensors=NetworkTensors,
     constants=NoConstants,
     options=NetworkOptions,
-    outputs=("out",),
     num_results=5,
 )
 
@@ -252,7 +251,6 @@ interaction_triton = FormulaOperator(
     tensors=InteractionTensors,
     constants=IndexTensors,
     options=InteractionOptions,
-    outputs=("edges",),
     num_results=6,
 )
 
@@ -262,6 +260,5 @@ attention_triton = FormulaOperator(
     tensors=AttentionTensors,
     constants=IndexTensors,
     options=AttentionOptions,
-    outputs=("out",),
     num_results=7,
 )

@@ -22,7 +22,6 @@ def norm_forward(
     features: int,
     norm: NormOptions,
     *,
-    out_stride: int | None = None,
     batch: int = 1,
     out_entry_rows: int | None = None,
 ) -> Launch:
@@ -35,15 +34,12 @@ def norm_forward(
     features : int
         At most MAX_FEATURES, which a program holds in registers.
     norm : NormOptions
-    out_stride : int or None
-        Elements between rows of `out`; None: `features`.
     batch : int
         Batch entries, which have the same number of rows.
     out_entry_rows : int or None
         Rows of `out` in each batch entry; the first num_rows / batch are written. None: no others.
     """
     rows, columns, num_warps = tiles.norm_forward_tile(features)
-    stride = features if out_stride is None else out_stride
     entries = _entries(num_rows, batch, out_entry_rows)
     scalars = {
         "num_rows": num_rows,
@@ -54,11 +50,11 @@ def norm_forward(
     constants = {
         "F": features,
         "FEATURES": columns,
-        **norm.constants(),
+        "CENTRED": norm.is_centred,
         "ROWS": rows,
-        "OUT_STRIDE": stride,
+        "OUT_STRIDE": features,
         "ENTRIES": entries.are_apart,
-        "INT64": needs_int64(entries.last_row + rows, max(stride, 2 * features)),
+        "INT64": needs_int64(entries.last_row + rows, 2 * features),
         "num_warps": num_warps,
     }
     return Launch(
@@ -76,7 +72,6 @@ def norm_backward(
     first_sum: int,
     is_first: bool = False,
     total: bool = False,
-    normed_stride: int | None = None,
     batch: int = 1,
     normed_entry_rows: int | None = None,
 ) -> Launch:
@@ -98,11 +93,10 @@ def norm_backward(
     is_first : bool
     total : bool
         Whether to sum grad_total too.
-    normed_stride, normed_entry_rows : int or None
-        Layout of both `normed` and `grad_normed`, like `out` in `norm_forward`.
+    normed_entry_rows : int or None
+        Rows of both `normed` and `grad_normed` in each batch entry, as of `out` in `norm_forward`.
     """
     rows, columns, num_warps = tiles.norm_backward_tile(features)
-    stride = features if normed_stride is None else normed_stride
     entries = _entries(num_rows, batch, normed_entry_rows)
     scalars = {
         "num_rows": num_rows,
@@ -114,14 +108,14 @@ def norm_backward(
     constants = {
         "F": features,
         "FEATURES": columns,
-        **norm.constants(),
+        "CENTRED": norm.is_centred,
         "ROWS": rows,
-        "NORMED_STRIDE": stride,
+        "NORMED_STRIDE": features,
         "ENTRIES": entries.are_apart,
         "SUMS": sums,
         "IS_FIRST": is_first,
         "TOTAL": total,
-        "INT64": needs_int64(entries.last_row + 2 * programs * rows, max(stride, 2 * features)),
+        "INT64": needs_int64(entries.last_row + 2 * programs * rows, 2 * features),
         "num_warps": num_warps,
     }
     return Launch(kernels.norms_and_activations.norm_bwd, (programs,), scalars, constants)
@@ -138,7 +132,7 @@ def head_norm_forward(
         "H": heads,
         "C": channels,
         "CHANNELS": columns,
-        **norm.constants(),
+        "CENTRED": norm.is_centred,
         "PAIRS": pairs,
         "X_STRIDE": x_stride,
         "OUT_STRIDE": out_stride,
@@ -158,7 +152,6 @@ def head_norm_backward(
     *,
     x_stride: int,
     grad_stride: int,
-    dx_stride: int,
     programs: int,
     sums: int,
     first_sum: int,
@@ -166,8 +159,8 @@ def head_norm_backward(
 ) -> Launch:
     """Return the launch of `head_norm_bwd`: x, grad_normed, scale -> dx, partial.
 
-    Strides are elements between nodes. The columns of `partial` from `first_sum` on are `channels`
-    sums of dscale.
+    Strides are elements between nodes; dx may take the place of grad_normed, and lies as it does.
+    The columns of `partial` from `first_sum` on are `channels` sums of dscale.
     """
     pairs, columns, num_warps = tiles.head_norm_tile(channels)
     num_pairs = num_rows * heads
@@ -177,14 +170,14 @@ def head_norm_backward(
         "H": heads,
         "C": channels,
         "CHANNELS": columns,
-        **norm.constants(),
+        "CENTRED": norm.is_centred,
         "PAIRS": pairs,
         "X_STRIDE": x_stride,
         "GRAD_STRIDE": grad_stride,
-        "DX_STRIDE": dx_stride,
+        "DX_STRIDE": grad_stride,
         "SUMS": sums,
         "IS_FIRST": is_first,
-        "INT64": _pairs_need_int64(last_pair, heads, x_stride, grad_stride, dx_stride),
+        "INT64": _pairs_need_int64(last_pair, heads, x_stride, grad_stride),
         "num_warps": num_warps,
     }
     return Launch(kernels.norms_and_activations.head_norm_bwd, (programs,), scalars, constants)
@@ -303,7 +296,7 @@ def residual_norm_forward(num_rows: int, features: int, norm: NormOptions) -> La
     constants = {
         "F": features,
         "FEATURES": columns,
-        **norm.constants(),
+        "CENTRED": norm.is_centred,
         "ROWS": rows,
         "INT64": needs_int64(num_rows + rows, features),
         "num_warps": num_warps,
@@ -318,7 +311,6 @@ def residual_norm_backward(
     features: int,
     norm: NormOptions,
     *,
-    dr_stride: int,
     programs: int,
     sums: int,
     first_sum: int,
@@ -326,21 +318,21 @@ def residual_norm_backward(
 ) -> Launch:
     """Return the launch of `residual_norm_bwd`: r, grad, scale -> dr, dx, partial.
 
-    Rows of dr have `dr_stride` elements, zeros behind `features`. The columns of `partial` from
-    `first_sum` on are `features` sums of dscale, the same number of dshift, and of dr.
+    The columns of `partial` from `first_sum` on are `features` sums of dscale, the same number of
+    dshift, and of dr.
     """
-    rows, columns, num_warps = tiles.residual_norm_tile(dr_stride)
+    rows, columns, num_warps = tiles.residual_norm_tile(features)
     scalars = {"num_rows": num_rows, "first_sum": first_sum, "eps": float(norm.eps)}
     most_rows = num_rows + 2 * programs * rows
     constants = {
         "F": features,
         "FEATURES": columns,
-        **norm.constants(),
+        "CENTRED": norm.is_centred,
         "ROWS": rows,
-        "DR_STRIDE": dr_stride,
+        "DR_STRIDE": features,
         "SUMS": sums,
         "IS_FIRST": is_first,
-        "INT64": needs_int64(most_rows, dr_stride),
+        "INT64": needs_int64(most_rows, features),
         "num_warps": num_warps,
     }
     return Launch(kernels.interaction.residual_norm_bwd, (programs,), scalars, constants)
