@@ -73,6 +73,33 @@ class AttentionOperands(NamedTuple, Generic[Held]):
         return AttentionOperands(*rows, *edges)
 
 
+class IndexTensors(NamedTuple, Generic[Held]):
+    """The index tensors of a `GraphStructure`, by name; the reverse structure only if read."""
+
+    colptr: Held  # [N_dst + 1]
+    row: Held  # [E]
+    perm: Held | None = None  # [E]
+    global_edge_id: Held | None = None  # [E] int64
+    fixed_in_degree: Held | None = None  # [K, 0]
+    rowptr: Held | None = None  # [N_src + 1]
+    col: Held | None = None  # [E]
+    csr_to_csc: Held | None = None  # [E]
+    dst_hubs: Held | None = None  # [257, 0]: the number of edges from which a node is a hub
+    src_hubs: Held | None = None
+
+    @classmethod
+    def of(cls, graph: GraphStructure) -> "IndexTensors[Tensor]":
+        """Collect the index tensors of `graph`."""
+        return IndexTensors(*[getattr(graph, name) for name in cls._fields])
+
+
+class AttentionConstants(NamedTuple, Generic[Held]):
+    """All tensors of a call of edge attention that are not differentiated."""
+
+    graph: IndexTensors[Held]
+    seed: Held | None  # [1] int64, with dropout
+
+
 class Linear(NamedTuple, Generic[Held]):
     """y = W x + b."""
 

@@ -12,6 +12,7 @@ from anemoi_gt.ops.tensors import (
     AttentionOptions,
     AttentionTensors,
     CallSizes,
+    IndexTensors,
     NormOptions,
     Operand,
 )
@@ -22,7 +23,7 @@ from anemoi_gt.ops.triton_backend.formula import Key, Node, Value, WeightGradien
 from anemoi_gt.ops.triton_backend.packing import Piece, stacked, zero
 from anemoi_gt.ops.triton_backend.plan import Buffer
 from anemoi_gt.ops.triton_backend.planned_operator import Shaped
-from anemoi_gt.ops.triton_backend.sizes import IndexTensors, Kept, Sizes, sizes_of
+from anemoi_gt.ops.triton_backend.sizes import Kept, Sizes, sizes_of
 from anemoi_gt.ops.triton_backend.tiles import TUNING, Tuning
 
 

@@ -24,11 +24,11 @@ from anemoi_gt import kernels
 from anemoi_gt.kernels.launch import Launch
 from anemoi_gt.ops.dropout import drop_threshold
 from anemoi_gt.ops.dtypes import scratch_dtype
-from anemoi_gt.ops.tensors import AttentionOperands
+from anemoi_gt.ops.tensors import AttentionOperands, IndexTensors
 from anemoi_gt.ops.triton_backend import tiles
 from anemoi_gt.ops.triton_backend.device import interpreted
 from anemoi_gt.ops.triton_backend.plan import Buffer, PlanBuilder
-from anemoi_gt.ops.triton_backend.sizes import PACKED_DTYPES, IndexTensors, Kept, Sizes
+from anemoi_gt.ops.triton_backend.sizes import PACKED_DTYPES, Kept, Sizes
 from anemoi_gt.ops.triton_backend.tiles import TUNING, ContractionTile, RowTile
 
 LOG2_E = 1.4426950408889634

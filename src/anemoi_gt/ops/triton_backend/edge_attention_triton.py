@@ -10,20 +10,21 @@ from torch.nn.functional import linear
 from anemoi_gt.custom_ops import needs_gradient
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.dtypes import without_autocast
-from anemoi_gt.ops.operator import GradientLayout, Spec
+from anemoi_gt.ops.operator import Spec
 from anemoi_gt.ops.tensors import (
+    AttentionConstants,
     AttentionOperands,
     CallSizes,
     EdgeAttentionOptions,
+    IndexTensors,
     Operand,
 )
-from anemoi_gt.ops.tree import leaves
 from anemoi_gt.ops.triton_backend import attention_steps
 from anemoi_gt.ops.triton_backend.attention_steps import AttentionCall
 from anemoi_gt.ops.triton_backend.packing import zero
 from anemoi_gt.ops.triton_backend.plan import Buffer, MemoryLayout, PlanBuilder
 from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator
-from anemoi_gt.ops.triton_backend.sizes import Constants, IndexTensors, Kept, sizes_of
+from anemoi_gt.ops.triton_backend.sizes import Kept, sizes_of
 from anemoi_gt.ops.triton_backend.tiles import MAX_ATTRIBUTES, attribute_columns
 from anemoi_gt.tested_versions import warn_if_untested
 
@@ -105,16 +106,15 @@ class EdgeAttention(PlannedOperator):
         super().__init__(
             "edge_attention",
             tensors=AttentionOperands[Tensor],
-            constants=Constants[Tensor],
+            constants=AttentionConstants[Tensor],
             options=EdgeAttentionOptions,
             outputs=("out", "lse"),
-            num_results=6,
         )
 
     def call_sizes(
         self,
         tensors: AttentionOperands[Tensor],
-        constants: Constants[Tensor],
+        constants: AttentionConstants[Tensor],
         options: EdgeAttentionOptions,
     ) -> CallSizes:
         """Return the sizes of a call."""
@@ -134,7 +134,7 @@ class EdgeAttention(PlannedOperator):
     def forward_specs(
         self,
         tensors: AttentionOperands[Operand],
-        constants: Constants[Operand],
+        constants: AttentionConstants[Operand],
         options: EdgeAttentionOptions,
     ) -> list[Spec]:
         """Return the specs of out, lse and of the kept bytes."""
@@ -143,21 +143,11 @@ class EdgeAttention(PlannedOperator):
         lse = (tuple(query.shape[:-1]), torch.float32)
         return [(query.shape, query.dtype), lse, ((kept.num_bytes,), torch.uint8)]
 
-    def gradient_layout(
-        self,
-        tensors: AttentionOperands[Operand],
-        constants: Constants[Operand],
-        options: EdgeAttentionOptions,
-        needs: AttentionOperands[bool],
-    ) -> GradientLayout:
-        """Return a layout with one result for each operand."""
-        return GradientLayout.separate(leaves(tensors), leaves(needs))
-
     def add_forward(
         self,
         builder: PlanBuilder,
         tensors: AttentionOperands[Buffer],
-        constants: Constants[Buffer],
+        constants: AttentionConstants[Buffer],
         options: EdgeAttentionOptions,
         *,
         save: bool,
@@ -173,7 +163,7 @@ class EdgeAttention(PlannedOperator):
         self,
         builder: PlanBuilder,
         tensors: AttentionOperands[Buffer],
-        constants: Constants[Buffer],
+        constants: AttentionConstants[Buffer],
         options: EdgeAttentionOptions,
         kept: Buffer,
         grads: Sequence[Buffer | None],
@@ -200,7 +190,7 @@ def kept_layout(operands: AttentionOperands[Operand], index: IndexTensors[Operan
 def _attention_call(
     builder: PlanBuilder,
     operands: AttentionOperands[Buffer],
-    constants: Constants[Buffer],
+    constants: AttentionConstants[Buffer],
     options: EdgeAttentionOptions,
 ) -> AttentionCall:
     sizes = sizes_of(

@@ -1,13 +1,13 @@
 """Nodes of formulas on the edges of a graph; edges are in the caller's order."""
 
-from anemoi_gt.ops.tensors import CallSizes, Operand
+from anemoi_gt.ops.tensors import CallSizes, IndexTensors, Operand
 from anemoi_gt.ops.triton_backend import row_launches
 from anemoi_gt.ops.triton_backend.derived_passes import Pass, Run
 from anemoi_gt.ops.triton_backend.edge_sums import add_segment_sum
 from anemoi_gt.ops.triton_backend.formula import Node, Program, Value
 from anemoi_gt.ops.triton_backend.plan import Buffer
 from anemoi_gt.ops.triton_backend.row_nodes import ActivationNode
-from anemoi_gt.ops.triton_backend.sizes import IndexTensors, segment_of
+from anemoi_gt.ops.triton_backend.sizes import segment_of
 
 
 class EndsNode(Node):

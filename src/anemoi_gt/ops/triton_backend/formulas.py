@@ -13,6 +13,7 @@ from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.tensors import (
     AttentionOptions,
     AttentionTensors,
+    IndexTensors,
     InteractionOptions,
     InteractionTensors,
     Linear,
@@ -40,7 +41,6 @@ from anemoi_gt.ops.triton_backend.row_nodes import (
     joined,
     own_rows,
 )
-from anemoi_gt.ops.triton_backend.sizes import IndexTensors
 
 
 def add_residual_norm(

@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.library import triton_op, wrap_triton
 
-from anemoi_gt.ops.tensors import AttentionOperands
+from anemoi_gt.ops.tensors import AttentionOperands, IndexTensors
 from anemoi_gt.ops.triton_backend.attention_steps import AttentionCall, attend
 from anemoi_gt.ops.triton_backend.edge_attention_triton import (
     edge_attention_triton,
     kept_layout,
 )
 from anemoi_gt.ops.triton_backend.plan import Buffer, KernelStep, PlanBuilder
-from anemoi_gt.ops.triton_backend.sizes import IndexTensors, Kept, Sizes, sizes_of
+from anemoi_gt.ops.triton_backend.sizes import Kept, Sizes, sizes_of
 from anemoi_gt.ops.triton_backend.tiles import BUSY_DEGREE
 
 

@@ -1,15 +1,13 @@
-"""The sizes of a call, which decide its kernels, tiles and memory, and its index tensors."""
+"""The sizes of a call, which decide its kernels, tiles and memory."""
 
 from collections.abc import Callable
 from typing import Generic, NamedTuple
 
 import torch
-from torch import Tensor
 
-from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.dtypes import scratch_dtype
 from anemoi_gt.ops.operator import Spec
-from anemoi_gt.ops.tensors import AttentionOperands, Held, Operand
+from anemoi_gt.ops.tensors import AttentionOperands, Held, IndexTensors, Operand
 from anemoi_gt.ops.triton_backend.tiles import TUNING, Shape, attribute_columns
 
 # rows may be read as packed 16-bit pairs
@@ -17,33 +15,6 @@ PACKED_DTYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
 }
-
-
-class IndexTensors(NamedTuple, Generic[Held]):
-    """The index tensors of a `GraphStructure`, by name; the reverse structure only if read."""
-
-    colptr: Held  # [N_dst + 1]
-    row: Held  # [E]
-    perm: Held | None = None  # [E]
-    global_edge_id: Held | None = None  # [E] int64
-    fixed_in_degree: Held | None = None  # [K, 0]
-    rowptr: Held | None = None  # [N_src + 1]
-    col: Held | None = None  # [E]
-    csr_to_csc: Held | None = None  # [E]
-    dst_hubs: Held | None = None  # [257, 0]: the number of edges from which a node is a hub
-    src_hubs: Held | None = None
-
-    @classmethod
-    def of(cls, graph: GraphStructure) -> "IndexTensors[Tensor]":
-        """Collect the index tensors of `graph`."""
-        return IndexTensors(*[getattr(graph, name) for name in cls._fields])
-
-
-class Constants(NamedTuple, Generic[Held]):
-    """All tensors of a call of edge attention that are not differentiated."""
-
-    graph: IndexTensors[Held]
-    seed: Held | None  # [1] int64, with dropout
 
 
 class Kept(NamedTuple, Generic[Held]):
