@@ -23,7 +23,7 @@ from anemoi_gt.ops.tensors import CallSizes
 from anemoi_gt.ops.tree import form_of, getter_of, leaf_types, leaves, tree_of
 from anemoi_gt.torch_compat import forward_mode_is_active, is_batched, is_gradient_transform
 
-Spec = tuple[Sequence[int], torch.dtype]  # shape and dtype of a tensor
+Spec = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
 
 
 class GradientLeaf(NamedTuple):
