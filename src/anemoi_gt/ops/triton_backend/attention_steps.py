@@ -164,11 +164,6 @@ def destination_tile(sizes: Sizes) -> RowTile:
     return tiles.destination_tile(sizes.over_destinations)
 
 
-def source_tile(sizes: Sizes) -> RowTile:
-    """Return the tile of `differentiate_sources`."""
-    return tiles.source_tile(sizes.over_sources)
-
-
 def _attribute_constants(sizes: Sizes) -> dict:
     """Return the constants of all kernels on edge attributes."""
     return {
@@ -475,7 +470,7 @@ def hub_destination_launch(sizes: Sizes) -> Launch:
 
 def source_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
     """Return the launch of `differentiate_sources`."""
-    tile = tile or source_tile(sizes)
+    tile = tile or tiles.source_tile(sizes.over_sources)
     programs = sizes.spans(sizes.src_segment) + -(-sizes.num_src // tile.nodes)
     grid = (sizes.batch * programs, -(-sizes.heads // tile.heads))
     scalars = {"num_dst": sizes.num_dst, "num_src": sizes.num_src, "num_edges": sizes.num_edges}

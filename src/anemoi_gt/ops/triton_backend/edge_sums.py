@@ -159,19 +159,12 @@ class GatheredRows(torch.Tensor):
     arguments: Any  # a tuple, of `_gather`
 
     @staticmethod
-    def __new__(
-        cls,
-        rows: Tensor,
-        colptr: Tensor,
-        perm: Tensor | None,
-        hubs: Tensor | None,
-        num_edges: int,
-        batch: int,
-    ) -> "GatheredRows":
-        """Hold rows [B * N_dst, F]."""
+    def __new__(cls, rows: Tensor, *others: Any) -> "GatheredRows":
+        """Hold the arguments of `_gather`."""
+        *_, num_edges, batch = others
         shape = batch * num_edges, rows.shape[1]
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=rows.dtype, device=rows.device)
-        self.arguments = rows, colptr, perm, hubs, num_edges, batch
+        self.arguments = rows, *others
         return self
 
     @classmethod

@@ -75,11 +75,15 @@ class PackedWeights(NamedTuple):
 
     def views(self, packed: Buffer) -> dict[str, Buffer]:
         """Return each group in `packed` [num_elements]."""
-        views = {}
-        for name, (first, shape) in self.groups.items():
-            stride = contiguous_stride(shape)
-            views[name] = replace(packed, shape=shape, stride=stride, offset=packed.offset + first)
-        return views
+        return _views(self.groups, packed)
+
+
+def _views(groups: Mapping[str, tuple[int, tuple[int, ...]]], packed: Buffer) -> dict[str, Buffer]:
+    views = {}
+    for name, (first, shape) in groups.items():
+        stride = contiguous_stride(shape)
+        views[name] = replace(packed, shape=shape, stride=stride, offset=packed.offset + first)
+    return views
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,16 +124,12 @@ class PackedGradients(NamedTuple):
     def allocate(self, builder: PlanBuilder) -> tuple[Buffer, dict[str, Buffer]]:
         """Return a tensor [num_elements] and each group in it."""
         packed = builder.empty((self.num_elements,), torch.float32)
-        buffers = {}
-        for name, (first, shape) in self.groups.items():
-            buffers[name] = replace(
-                packed, shape=shape, stride=contiguous_stride(shape), offset=first
-            )
+        for first, shape in self.groups.values():
             end = first + prod(shape)
             padding = -end % GRADIENT_ALIGNMENT
             if padding:  # an operator returns the same bits each time
                 builder.compute(zero, packed.slice(0, end, end + padding))
-        return packed, buffers
+        return packed, _views(self.groups, packed)
 
     def layout(
         self, whole: Sequence[Spec | None], gradients: Sequence, tensors: Sequence, needs: Sequence
