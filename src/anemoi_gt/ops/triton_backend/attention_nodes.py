@@ -67,7 +67,7 @@ class HeadNormNode(Node):
         width, first_sum, partial = 0, 0, None
         programs = self.programs(run.builder)
         if self.scale is not None:
-            sums, first_sum = run.sums(self)
+            sums, first_sum = run.call.sums[self]
             width, partial = sums.width, sums.partial
         launch = row_launches.head_norm_backward(
             x.shape[0],

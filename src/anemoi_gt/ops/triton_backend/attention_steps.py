@@ -452,20 +452,12 @@ def differentiate_rows(
         buffers |= {"p_sum": p_sum, "p_dp_sum": p_dp_sum}
         segment_dquery = _segment_rows(call, dquery, sizes.channels, segment)
         buffers["segment_dquery"] = segment_dquery
-        hub_launch = hub_destination_launch(sizes)
+        # the second half, over the segments of hubs
+        kernel = kernels.backward.edge_attention_bwd_dst_hub
+        hub_launch = _row_launch(kernel, sizes, destination_tile(sizes), {"scale": sizes.scale})
         builder.launch(hub_launch, **{name: buffers[name] for name in hub_launch.tensors})
         join(call, call.index.colptr, segment, [segment_dquery], [dquery])
     return p_ds, None
-
-
-def hub_destination_launch(sizes: Sizes) -> Launch:
-    """Return the launch of the second half of `differentiate_rows` over the segments of hubs."""
-    return _row_launch(
-        kernels.backward.edge_attention_bwd_dst_hub,
-        sizes,
-        destination_tile(sizes),
-        {"scale": sizes.scale},
-    )
 
 
 def source_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:

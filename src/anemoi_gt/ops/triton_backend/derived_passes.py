@@ -59,7 +59,7 @@ class Pass:
         self.gradients: dict[Value, Buffer] = {}  # of all rows
         self.written: set[Value] = set()  # values whose gradient was written; others are added
         self.residuals: dict[Value, Buffer] = {}  # gradients that wait for the pass of a norm
-        self.sums: dict[Node, tuple[NodeSums, slice]] = {}
+        self.sums: dict[Node, tuple[NodeSums, int]] = {}  # and the first column of a node
         self.totals: dict[Hashable, Buffer] = {}  # once all rows are summed
 
         groups: dict[str, list[Piece[Buffer]]] = {}
@@ -207,10 +207,6 @@ class Run:
         num_rows = value.shape[0] if self.is_whole else self.end - self.begin
         return self.builder.empty((num_rows, *value.shape[1:]), value.dtype)
 
-    def hand_on(self, value: Value, gradient: Buffer) -> None:
-        """Take rows that are there for the gradient of a value."""
-        self.gradients[value] = gradient
-
     def needs(self, value: Value) -> bool:
         """Return whether the gradient of a value is needed."""
         return value in self.call.needed
@@ -256,11 +252,6 @@ class Run:
         whole = self.call.residuals.get(value)
         return None if whole is None else self.rows_of(whole)
 
-    def sums(self, node: Node) -> tuple[NodeSums, int]:
-        """Return the sums of a node, and its first column."""
-        sums, columns = self.call.sums[node]
-        return sums, columns.start
-
 
 class _Gradients(NamedTuple):
     """Where the gradients of a program are."""
@@ -268,7 +259,7 @@ class _Gradients(NamedTuple):
     packed: PackedGradients
     where: dict[Key, PackedGradient | int]  # one of them, or the number of a result
     results: dict[int, Value]  # leaves that are rows
-    sums: list[list[Node]]  # nodes whose sums are made by the same number of programs
+    sums: list[dict[Node, dict[Key, int]]]  # columns, of the same number of programs in each
 
     @classmethod
     def of(cls, program: Program, needs: Sequence[bool]) -> "_Gradients":
@@ -285,14 +276,15 @@ class _Gradients(NamedTuple):
                     gradient = PackedGradient(tuple(shape))
                     groups[name].append(gradient)
                     where |= dict.fromkeys(shared, gradient)
-        summing: dict[str, list[Node]] = {}
+        sums: dict[str, dict[Node, dict[Key, int]]] = {}
         for node in program.nodes:
-            if node in needed and _sums_of(node, needs):
-                summing.setdefault(node.summed_with, []).append(node)
+            columns = node.sums | {leaf: n for leaf, n in node.bias_sums.items() if needs[leaf]}
+            if node in needed and columns:
+                sums.setdefault(node.summed_with, {})[node] = columns
         of_sums = []
-        for nodes in summing.values():
-            for node in nodes:
-                for key, width in _sums_of(node, needs).items():
+        for columns_of in sums.values():
+            for columns in columns_of.values():
+                for key, width in columns.items():
                     gradient = PackedGradient((width,))
                     where[key] = gradient
                     of_sums.append(gradient)
@@ -300,13 +292,7 @@ class _Gradients(NamedTuple):
             groups["sums"] = of_sums
         results = program.rows()
         where |= {leaf: number for number, leaf in enumerate(results)}
-        return cls(PackedGradients.of(groups), where, results, list(summing.values()))
-
-
-def _sums_of(node: Node, needs: Sequence[bool]) -> dict[Key, int]:
-    """Return the columns of the sums of a node."""
-    needed = {leaf: width for leaf, width in node.bias_sums.items() if needs[leaf]}
-    return node.sums | needed
+        return cls(PackedGradients.of(groups), where, results, list(sums.values()))
 
 
 class FormulaOperator(PlannedOperator):
@@ -413,16 +399,14 @@ class FormulaOperator(PlannedOperator):
         gradients = _Gradients.of(program, flat_needs)
         packed, call.parameters = gradients.packed.allocate(builder)
         groups = []
-        for nodes in gradients.sums:
+        for columns_of in gradients.sums:
             widths: dict[Hashable, int] = {}
-            for node in nodes:
-                for key, width in _sums_of(node, flat_needs).items():
-                    widths[key] = width
-            sums = NodeSums(builder, widths, nodes[0].programs(builder))
+            for columns in columns_of.values():
+                widths |= columns
+            sums = NodeSums(builder, widths, next(iter(columns_of)).programs(builder))
             groups.append(sums)
-            for node in nodes:
-                columns = [sums.columns[key] for key in _sums_of(node, flat_needs)]
-                call.sums[node] = (sums, slice(columns[0].start, columns[-1].stop))
+            for node, columns in columns_of.items():
+                call.sums[node] = (sums, sums.columns[next(iter(columns))].start)
         (call.gradients[out],) = grads
         call.backward()
         first = 0

@@ -40,15 +40,10 @@ class Piece(NamedTuple, Generic[Held]):
     addend: Held | None = None
     has_one: bool = False
 
-    @classmethod
-    def of(cls, parameter: OperandT) -> "Piece[OperandT]":
-        """Return a parameter as it is."""
-        return Piece(parameter.shape, parameter)
-
 
 def stacked(*parameters: OperandT | None) -> list[Piece[OperandT]]:
     """Return the pieces of parameters; None is left out."""
-    return [Piece.of(parameter) for parameter in parameters if parameter is not None]
+    return [Piece(parameter.shape, parameter) for parameter in parameters if parameter is not None]
 
 
 def _stacked_shape(pieces: Sequence) -> tuple[int, ...]:

@@ -161,7 +161,7 @@ class NormNode(Node):
         self, run: Run, begin: int, end: int, entry_rows: int | None, **buffers: Buffer | None
     ) -> None:
         builder = run.builder
-        sums, first_sum = run.sums(self)
+        sums, first_sum = run.call.sums[self]
         num_rows, features = end - begin, self.out.shape[1]
         is_first = run.begin + begin == 0
         batch = 1 if entry_rows is None or self.halo is None else self.halo.batch
@@ -417,7 +417,7 @@ class LinearNode(Node):
                 is_first = False
 
     def _sum_biases(self, run: Run, grad: Buffer) -> None:
-        sums, _ = run.sums(self)
+        sums, _ = run.call.sums[self]
         whole = run.call.gradients.get(self.out)
         if whole is not None:  # one launch, not one a chunk
             if not run.is_first:
@@ -524,7 +524,7 @@ class ActivationNode(Node):
     def backward(self, run: Run, grad: Buffer) -> None:
         """Write dh, and offer a."""
         hidden = self.inputs[0]
-        sums, first_sum = run.sums(self)
+        sums, first_sum = run.call.sums[self]
         launch = row_launches.activation_backward(
             grad.shape[0],
             grad.shape[1],
@@ -566,7 +566,7 @@ class AddNode(Node):
         """Cast dy."""
         x, delta = self.inputs
         run.call.residuals[x] = run.call.gradient_of(self.out)
-        run.hand_on(delta, run.builder.cast(grad, delta.dtype))
+        run.gradients[delta] = run.builder.cast(grad, delta.dtype)
 
 
 class ResidualNormNode(Node):
@@ -621,7 +621,7 @@ class ResidualNormNode(Node):
         r, *x = self.inputs
         dr = run.write(r)
         dx = run.write(x[0]) if x and run.needs(x[0]) else None
-        sums, first_sum = run.sums(self)
+        sums, first_sum = run.call.sums[self]
         launch = row_launches.residual_norm_backward(
             dr.shape[0],
             dr.shape[1],
