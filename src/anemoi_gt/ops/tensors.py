@@ -396,7 +396,7 @@ def check_network(t: NetworkTensors[Tensor], options: NetworkOptions) -> None:
     """Raise ValueError unless rows and parameters of a network fit together: kernels rely on it."""
     inputs = t.x.shape[1]
     if t.more is not None:
-        _check_rows("more", t.more, t.x.shape[0])
+        check_rows("more", t.more, t.x.shape[0])
         inputs += t.more.shape[1]
     elif options.repeats_x:
         inputs *= 2
@@ -419,9 +419,9 @@ def check_interaction(
     if t.halo is not None:
         _check_halo(t.halo, x_src.shape[1], batch)
         own_sources -= t.halo.shape[0]
-    _check_rows("x_dst", t.x_dst, batch * graph.num_dst)
-    _check_rows("x_src", x_src, own_sources)
-    _check_rows("edges", t.edges, batch * graph.num_edges)
+    check_rows("x_dst", t.x_dst, batch * graph.num_dst)
+    check_rows("x_src", x_src, own_sources)
+    check_rows("edges", t.edges, batch * graph.num_edges)
     inputs = t.x_dst.shape[1] + x_src.shape[1] + t.edges.shape[1]
     if t.network.first.value.weight.shape[1] != inputs:
         _refuse_inputs(t.network, inputs)
@@ -429,12 +429,8 @@ def check_interaction(
         _refuse_residual(t.network, "edges", t.edges)
 
 
-def check_edge_sums(edges: Tensor, graph: GraphStructure, batch: int) -> None:
-    """Raise ValueError unless rows of edges fit the structure."""
-    _check_rows("edges", edges, batch * graph.num_edges)
-
-
-def _check_rows(name: str, rows: Tensor, number: int) -> None:
+def check_rows(name: str, rows: Tensor, number: int) -> None:
+    """Raise ValueError unless there are `number` rows."""
     if not torch.compiler.is_compiling() and rows.shape[:-1] == (number,):
         return
     if rows.dim() != 2 or not have_size(rows.shape[0], number):

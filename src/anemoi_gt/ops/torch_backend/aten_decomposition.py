@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
+from anemoi_gt.ops.dropout import refuse_in_export
 from anemoi_gt.ops.torch_backend.edge_attention_torch import (
     edge_attention_torch,
     in_accumulator_dtype,
@@ -26,11 +27,7 @@ def decompose(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `edge_attention_torch` in an exported program. Raise ValueError with dropout."""
     operands, constants, options = edge_attention_torch.split(arguments)
     query, graph, scale = operands.query, constants.graph, options.scale
-    if constants.seed is not None:
-        raise ValueError(
-            f"a program is exported for inference, got dropout_p={options.dropout_p}; call "
-            "model.eval() first"
-        )
+    refuse_in_export(constants.seed, options.dropout_p)
     operands = in_accumulator_dtype(operands)
     batch, _, heads, _ = operands.query.shape
     edges = _FoldedEdges((batch, heads), graph.colptr, graph.row, graph.perm)

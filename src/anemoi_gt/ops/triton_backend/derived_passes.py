@@ -400,7 +400,7 @@ class FormulaOperator(PlannedOperator):
         packed, call.parameters = gradients.packed.allocate(builder)
         groups = []
         for columns_of in gradients.sums:
-            widths: dict[Hashable, int] = {}
+            widths: dict[Any, int] = {}
             for columns in columns_of.values():
                 widths |= columns
             sums = NodeSums(builder, widths, next(iter(columns_of)).programs(builder))

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from anemoi_gt.custom_ops import is_plain, needs_gradient, register
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.operator import OPERATORS, Spec
-from anemoi_gt.ops.tensors import CallSizes, check_edge_sums
+from anemoi_gt.ops.tensors import CallSizes, check_rows
 from anemoi_gt.ops.triton_backend import row_launches
 from anemoi_gt.ops.triton_backend.plan import Buffer, Plan, PlanBuilder
 from anemoi_gt.ops.triton_backend.sizes import segment_of
@@ -33,7 +33,7 @@ def sum_edges(edges: Tensor, graph: GraphStructure, batch: int) -> Tensor:
 
     `graph` is the structure of one of the `batch` entries; edges are in the caller's order.
     """
-    check_edge_sums(edges, graph, batch)
+    check_rows("edges", edges, batch * graph.num_edges)
     index = graph.colptr, graph.perm, graph.dst_hubs
     if not is_plain(edges, *index):
         return edge_sums(edges, *index, graph.num_edges, batch)
