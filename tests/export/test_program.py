@@ -22,6 +22,7 @@ from anemoi_gt.export import (
 )
 from anemoi_gt.export.program import decomposition_of
 from anemoi_gt.nn import GNNMapper, GNNProcessor
+from anemoi_gt.ops.tensors import EdgeAttentionOptions, IndexTensors
 from anemoi_gt.ops.torch_backend.aten_decomposition import decompose
 from anemoi_gt.ops.torch_backend.edge_attention_torch import edge_attention_torch
 
@@ -157,9 +158,9 @@ def arguments(name, form, dtype, *, shared):
     batch = stack(share(samples, "edge_weight", "edge_bias", *(["edge_attr"] if shared else [])))
     attr, graph = batch.edge_attr, structure(GRAPHS[name])
     attr = attr[None] if shared and attr is not None else attr
-    sides = (graph.colptr, graph.row, graph.perm, graph.global_edge_id, None, None, None)
+    sides = IndexTensors(graph.colptr, graph.row, graph.perm, graph.global_edge_id)
     rows = (batch.query, batch.key, batch.value, attr, batch.edge_weight, batch.edge_bias)
-    return (*rows, *sides, None, 0.3, 0.0, False)
+    return (*rows, *sides, None, *EdgeAttentionOptions(0.3, 0.0, replay=True), False)
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared attributes", "batched attributes"])
@@ -181,4 +182,5 @@ def test_dropout_raises():
     with pytest.raises(
         ValueError, match="exported for inference, got dropout_p=0.1; call model.eval"
     ):
-        decompose(*operands[:-4], torch.tensor([1]), 0.3, 0.1, save)
+        options = EdgeAttentionOptions(0.3, 0.1, replay=True)
+        decompose(*operands[:-5], torch.tensor([1]), *options, save)

@@ -15,7 +15,7 @@ from compile_all import ALIGNED, WARP, compile_launch, resources, ttir_of
 from triton.backends.compiler import GPUTarget
 
 from anemoi_gt.ops.tensors import NormOptions
-from anemoi_gt.ops.triton_backend import interaction_launches, row_launches
+from anemoi_gt.ops.triton_backend import row_launches
 
 NORM = NormOptions(1e-5)
 SINGLE = torch.float32
@@ -38,7 +38,7 @@ def launches(features, x, half, num_rows=1000):
     strides = {"x_stride": 2 * features, "out_stride": 4 * features}
     head_norm = row_launches.head_norm_forward(num_rows, 16, features // 16, NORM, **strides)
     yield head_norm, {"x": half, "scale": SINGLE, "out": half}
-    strides = {"x_stride": 2 * features, "grad_stride": 4 * features, "dx_stride": 4 * features}
+    strides = {"x_stride": 2 * features, "grad_stride": 4 * features}
     head_norm = row_launches.head_norm_backward(
         num_rows, 16, features // 16, NORM, **strides, **SUMS
     )
@@ -61,8 +61,8 @@ def launches(features, x, half, num_rows=1000):
 
 
 def launches_of_networks(features, x, half, num_rows):
-    """Yield the launches of `interaction_launches`, for as many nodes of a batch of two as rows."""
-    kernels = interaction_launches
+    """Yield the launches of graph networks, for as many nodes of a batch of two as rows."""
+    kernels = row_launches
     ends = kernels.edge_ends(num_rows, num_rows * features)
     yield ends, dict.fromkeys(("colptr", "row", "perm", "dst", "src"), INDEX)
     of_edges = {"first_row": 7, "num_edges": num_rows, "batch": 2}
@@ -85,7 +85,6 @@ def launches_of_networks(features, x, half, num_rows):
         num_rows,
         features,
         NORM,
-        dr_stride=features,
         is_first=False,
         **SUMS,
     )

@@ -7,7 +7,7 @@ from support.run import structure
 from support.sublayers import ACTIVATIONS, EPS, bare_norm
 
 from anemoi_gt.ops.tensors import NormOptions
-from anemoi_gt.ops.triton_backend import interaction_launches
+from anemoi_gt.ops.triton_backend import row_launches
 
 FEATURES = (3, 67, 600)
 NORMS = (NormOptions(EPS), NormOptions(EPS, is_centred=False))
@@ -41,7 +41,7 @@ def ends_of(graph, edge_index):
 def test_both_ends_of_each_edge_are_found_in_the_callers_order(name, kernel_device):
     graph = structure(GRAPHS[name], kernel_device)
     dst, src = torch.full_like(graph.row, -1), torch.full_like(graph.row, -1)
-    launch = interaction_launches.edge_ends(graph.num_dst, graph.num_edges)
+    launch = row_launches.edge_ends(graph.num_dst, graph.num_edges)
     launch(colptr=graph.colptr, row=graph.row, perm=graph.perm, dst=dst, src=src)
     edge_index, _ = GRAPHS[name]
     assert torch.equal(torch.stack([src, dst]).cpu().long(), edge_index)
@@ -58,7 +58,7 @@ def test_rows_of_both_ends_are_added_and_activated(features, gated, draw, poison
     source, destination = ends_of(graph, edge_index)
     first, last = 50, 90  # of both batch entries
     p, out = z[first:last].clone(), poisoned(last - first, features)
-    launch = interaction_launches.gather_activation(
+    launch = row_launches.gather_activation(
         last - first,
         features,
         "silu",
@@ -90,7 +90,7 @@ def test_rows_are_normalised_and_added_to_the_residual_connection(
         if optional
         else dict.fromkeys(("x", "scale", "shift"))
     )
-    interaction_launches.residual_norm_forward(37, features, norm)(r=r, y=y, **given)
+    row_launches.residual_norm_forward(37, features, norm)(r=r, y=y, **given)
     expected = bare_norm(r.double(), norm)
     if optional:
         expected = x.double() + expected * scale.double() + shift.double()
@@ -99,18 +99,16 @@ def test_rows_are_normalised_and_added_to_the_residual_connection(
 
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("norm", [*NORMS, NormOptions()], ids=["layer norm", "RMSNorm", "none"])
-@pytest.mark.parametrize("padding", [0, 5])  # columns of dr behind the features
-def test_gradients_of_rows_pass_the_norm(features, norm, padding, draw, poisoned):
+def test_gradients_of_rows_pass_the_norm(features, norm, draw, poisoned):
     rows = 40
     r, scale = (draw(rows, features), draw(features)) if norm.eps else (None, None)
     grad = draw(rows, features)
-    dr, dx = poisoned(rows, features + padding), poisoned(rows, features)
+    dr, dx = poisoned(rows, features), poisoned(rows, features)
     partial = torch.zeros(PROGRAMS, 3 * features + 5, device=grad.device)
-    launch = interaction_launches.residual_norm_backward(
+    launch = row_launches.residual_norm_backward(
         rows,
         features,
         norm,
-        dr_stride=features + padding,
         programs=PROGRAMS,
         sums=3 * features + 5,
         first_sum=5,
@@ -126,8 +124,7 @@ def test_gradients_of_rows_pass_the_norm(features, norm, padding, draw, poisoned
         (expected,) = torch.autograd.grad(normed * scale.double(), leaf, dy)
         sums = [(dy * normed.detach()).sum(0), dy.sum(0)]
     assert_close(dx, dy)
-    assert_close(dr[:, :features], expected)
-    assert not dr[:, features:].any()
+    assert_close(dr, expected)
     assert_close(partial.sum(0)[5:], torch.cat([*sums, expected.sum(0)]))
     assert not partial[:, :5].any()
 
@@ -142,7 +139,7 @@ def test_every_edge_gets_the_row_of_its_destination(graph_name, adds, features, 
     x, out = draw(BATCH * graph.num_dst, features), poisoned(BATCH * num_edges, features)
     options = {"num_dst": graph.num_dst, "num_edges": num_edges, "batch": BATCH}
     addend = draw(BATCH * num_edges, features) if adds else None
-    launch = interaction_launches.gather_to_edges(features, **options)
+    launch = row_launches.gather_to_edges(features, **options)
     launch(x=x, addend=addend, colptr=graph.colptr, perm=graph.perm, out=out)
     _, destination = ends_of(graph, edge_index.to(x.device))
     assert torch.equal(out, x[destination] + addend if adds else x[destination])
@@ -179,10 +176,10 @@ def assert_sums(name, segment, side, features, draw, poisoned):
     options["segment"] = segment or 0
     if segment:
         segments = poisoned(BATCH * -(-num_edges // segment), features)
-    launch = interaction_launches.segment_sum(features, **options)
+    launch = row_launches.segment_sum(features, **options)
     launch(x=rows, pointers=pointers, order=order, perm=graph.perm, out=out, segments=segments)
     if segment:
-        launch = interaction_launches.join_segment_sums(features, **options)
+        launch = row_launches.join_segment_sums(features, **options)
         launch(segments=segments, pointers=pointers, out=out)
     expected = torch.zeros(BATCH * num_nodes, features, dtype=torch.float64, device=rows.device)
     assert_close(out, expected.index_add(0, ends, rows.double()))

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from anemoi_gt.ops.tensors import AttentionOperands
-from anemoi_gt.ops.triton_backend.sizes import IndexTensors, sizes_of
+from anemoi_gt.ops.tensors import AttentionOperands, IndexTensors
+from anemoi_gt.ops.triton_backend.sizes import sizes_of
 
 
 def is_wide(samples, num_src, num_dst, num_edges, heads, channels, form="none", edge_dim=1):

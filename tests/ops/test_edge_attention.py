@@ -16,6 +16,7 @@ from support.run import attend, structure
 from support.same_numbers import assert_same
 
 from anemoi_gt import KernelConfig, edge_attention
+from anemoi_gt.ops.tensors import EdgeAttentionOptions, IndexTensors
 
 TORCH = KernelConfig(backend="torch")
 F64 = 1e-12
@@ -112,8 +113,8 @@ def test_forward_and_backward_operators_are_registered(form, name):
     every = [getattr(problem, name) for name in problem.names]
     every[:4] = [None if operand is None else operand.unsqueeze(0) for operand in every[:4]]
     every = [None if operand is None else operand.clone().requires_grad_() for operand in every]
-    index = [graph.colptr, graph.row, graph.perm, None, graph.rowptr, graph.col, graph.csr_to_csc]
-    rest = [*index, torch.tensor([3]), 0.5, 0.2, True]
+    options = EdgeAttentionOptions(0.5, 0.2, replay=True)
+    rest = [*IndexTensors.of(graph), torch.tensor([3]), *options, True]
     check_registration(operators.edge_attention_torch.default, [*every, *rest])
     needs = [operand is not None for operand in every]
     detached = [None if operand is None else operand.detach() for operand in every]

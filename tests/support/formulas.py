@@ -6,7 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anemoi_gt.ops.tensors import AttentionTensors, InteractionTensors, NetworkTensors
+from anemoi_gt.ops.tensors import (
+    AttentionTensors,
+    IndexTensors,
+    InteractionTensors,
+    NetworkTensors,
+)
 from anemoi_gt.ops.tree import leaf_types, leaves
 from anemoi_gt.ops.triton_backend.edge_sums import sum_edges
 from anemoi_gt.ops.triton_backend.formulas import (
@@ -17,7 +22,6 @@ from anemoi_gt.ops.triton_backend.formulas import (
     network_sublayer,
     network_triton,
 )
-from anemoi_gt.ops.triton_backend.sizes import IndexTensors
 from support import networks, sublayers
 
 

@@ -7,7 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from anemoi_gt import kernels
 from anemoi_gt.custom_ops import define_operator, on_device
+from anemoi_gt.kernels.launch import Launch
 
 # one edge per thread maximises atomics in flight, and accesses fill whole memory sectors
 EDGES_PER_PROGRAM = 256
@@ -142,20 +144,17 @@ def _launches(
     num_edges: int, num_dst: int, num_src: int | None
 ) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return the launches of count and place; `num_src` None groups by destination only."""
-    from anemoi_gt.kernels import group_edges
-    from anemoi_gt.kernels.launch import Launch
-
     sizes = {"num_edges": num_edges, "num_dst": num_dst}
     constants = {"EDGES": EDGES_PER_PROGRAM, "num_warps": WARPS}
     grid = (-(-num_edges // EDGES_PER_PROGRAM),)
-    count = Launch(group_edges.group_edges_count, grid, sizes, constants)
+    count = Launch(kernels.group_edges.group_edges_count, grid, sizes, constants)
 
     num_positions = num_edges
     if num_src is not None:  # colptr and rowptr are written too
         num_positions = max(num_edges, num_dst + 1, num_src + 1)
     sizes = sizes | {"num_src": num_src or 0}
     grid = (-(-num_positions // EDGES_PER_PROGRAM),)
-    place = Launch(group_edges.group_edges_place, grid, sizes, constants)
+    place = Launch(kernels.group_edges.group_edges_place, grid, sizes, constants)
     return count, place
 
 

@@ -51,6 +51,14 @@ def drop_threshold(rate: float) -> int:
     return round(rate * 2**32)
 
 
+def refuse_in_export(seed: Tensor | None, rate: float) -> None:
+    """Raise ValueError if the exported call with this seed has dropout."""
+    if seed is not None:
+        raise ValueError(
+            f"a program is exported for inference, got dropout_p={rate}; call model.eval() first"
+        )
+
+
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> tuple[Tensor, ...]:
     """Return Philox-4x32-10 of four counters and a 64-bit seed [1]: four 32-bit values.
 

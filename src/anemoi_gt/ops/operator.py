@@ -23,7 +23,7 @@ from anemoi_gt.ops.tensors import CallSizes
 from anemoi_gt.ops.tree import form_of, getter_of, leaf_types, leaves, tree_of
 from anemoi_gt.torch_compat import forward_mode_is_active, is_batched, is_gradient_transform
 
-Spec = tuple[Sequence[int], torch.dtype]  # shape and dtype of a tensor
+Spec = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
 
 
 class GradientLeaf(NamedTuple):
@@ -141,8 +141,8 @@ class Operator(ABC):
         Tree of numbers, strings and dtypes.
     outputs : tuple of str
         Names of the outputs, which are all differentiable.
-    num_results : int
-        Results of the backward pass.
+    num_results : int, optional
+        Results of the backward pass; None: one for each tensor.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Operator(ABC):
         constants: Any,
         options: Any,
         outputs: tuple[str, ...],
-        num_results: int,
+        num_results: int | None = None,
     ):
         self.name = name
         self.backend = backend
@@ -165,7 +165,7 @@ class Operator(ABC):
         self.num_tensors = len(leaf_types(tensors))
         self.num_inputs = self.num_tensors + len(leaf_types(constants))
         self.num_arguments = self.num_inputs + len(leaf_types(options))
-        self.num_results = num_results
+        self.num_results = self.num_tensors if num_results is None else num_results
         self.get_leaves = getter_of(tensors)
         inputs = dict.fromkeys([*leaf_types(tensors), *leaf_types(constants)], Tensor | None)
         arguments = inputs | leaf_types(options)
@@ -177,7 +177,7 @@ class Operator(ABC):
         more = {"kept": Tensor} | grads | {"needs": list[bool]}
         self.op_backward = register(
             f"{name}_{backend}_backward",
-            _with_signature(self._run_backward, arguments | more, num_results),
+            _with_signature(self._run_backward, arguments | more, self.num_results),
         )
         torch.library.register_fake(self.op, self._fake_forward)
         torch.library.register_fake(self.op_backward, self._fake_backward)
@@ -194,11 +194,15 @@ class Operator(ABC):
     def forward_specs(self, tensors: Any, constants: Any, options: Any) -> list[Spec]:
         """Return shape and dtype of each output, then of the tensor saved for backward, if any."""
 
-    @abstractmethod
     def gradient_layout(
         self, tensors: Any, constants: Any, options: Any, needs: Any
     ) -> GradientLayout:
-        """Return the layout of the results of the backward pass; `needs` is a tree of bools."""
+        """Return the layout of the results of the backward pass: here, one for each tensor.
+
+        `needs` is a tree of bools.
+        """
+        del constants, options
+        return GradientLayout.separate(leaves(tensors), leaves(needs))
 
     @abstractmethod
     def call_sizes(self, tensors: Any, constants: Any, options: Any) -> CallSizes:

@@ -73,6 +73,33 @@ class AttentionOperands(NamedTuple, Generic[Held]):
         return AttentionOperands(*rows, *edges)
 
 
+class IndexTensors(NamedTuple, Generic[Held]):
+    """The index tensors of a `GraphStructure`, by name; the reverse structure only if read."""
+
+    colptr: Held  # [N_dst + 1]
+    row: Held  # [E]
+    perm: Held | None = None  # [E]
+    global_edge_id: Held | None = None  # [E] int64
+    fixed_in_degree: Held | None = None  # [K, 0]
+    rowptr: Held | None = None  # [N_src + 1]
+    col: Held | None = None  # [E]
+    csr_to_csc: Held | None = None  # [E]
+    dst_hubs: Held | None = None  # [257, 0]: the number of edges from which a node is a hub
+    src_hubs: Held | None = None
+
+    @classmethod
+    def of(cls, graph: GraphStructure) -> "IndexTensors[Tensor]":
+        """Collect the index tensors of `graph`."""
+        return IndexTensors(*[getattr(graph, name) for name in cls._fields])
+
+
+class AttentionConstants(NamedTuple, Generic[Held]):
+    """All tensors of a call of edge attention that are not differentiated."""
+
+    graph: IndexTensors[Held]
+    seed: Held | None  # [1] int64, with dropout
+
+
 class Linear(NamedTuple, Generic[Held]):
     """y = W x + b."""
 
@@ -109,10 +136,6 @@ class NormOptions(NamedTuple):
 
     eps: float = 0.0  # positive; 0 without a norm of heads or of a linear layer
     is_centred: bool = True  # layer norm; if not, RMSNorm, whose mean is taken as 0
-
-    def constants(self) -> dict[str, bool]:
-        """Return what the kernels are compiled for."""
-        return {"CENTRED": self.is_centred}
 
 
 class AttentionTensors(NamedTuple, Generic[Held]):
@@ -373,7 +396,7 @@ def check_network(t: NetworkTensors[Tensor], options: NetworkOptions) -> None:
     """Raise ValueError unless rows and parameters of a network fit together: kernels rely on it."""
     inputs = t.x.shape[1]
     if t.more is not None:
-        _check_rows("more", t.more, t.x.shape[0])
+        check_rows("more", t.more, t.x.shape[0])
         inputs += t.more.shape[1]
     elif options.repeats_x:
         inputs *= 2
@@ -396,9 +419,9 @@ def check_interaction(
     if t.halo is not None:
         _check_halo(t.halo, x_src.shape[1], batch)
         own_sources -= t.halo.shape[0]
-    _check_rows("x_dst", t.x_dst, batch * graph.num_dst)
-    _check_rows("x_src", x_src, own_sources)
-    _check_rows("edges", t.edges, batch * graph.num_edges)
+    check_rows("x_dst", t.x_dst, batch * graph.num_dst)
+    check_rows("x_src", x_src, own_sources)
+    check_rows("edges", t.edges, batch * graph.num_edges)
     inputs = t.x_dst.shape[1] + x_src.shape[1] + t.edges.shape[1]
     if t.network.first.value.weight.shape[1] != inputs:
         _refuse_inputs(t.network, inputs)
@@ -406,12 +429,8 @@ def check_interaction(
         _refuse_residual(t.network, "edges", t.edges)
 
 
-def check_edge_sums(edges: Tensor, graph: GraphStructure, batch: int) -> None:
-    """Raise ValueError unless rows of edges fit the structure."""
-    _check_rows("edges", edges, batch * graph.num_edges)
-
-
-def _check_rows(name: str, rows: Tensor, number: int) -> None:
+def check_rows(name: str, rows: Tensor, number: int) -> None:
+    """Raise ValueError unless there are `number` rows."""
     if not torch.compiler.is_compiling() and rows.shape[:-1] == (number,):
         return
     if rows.dim() != 2 or not have_size(rows.shape[0], number):

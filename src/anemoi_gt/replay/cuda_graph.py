@@ -22,9 +22,8 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_on
 
 from anemoi_gt.replay.rng import generator_states, set_generator_states
 
-WARM_UP = (
-    3  # passes, as PyTorch recommends: kernels are compiled, libraries allocate, ranks connect
-)
+# passes, as PyTorch recommends: kernels are compiled, libraries allocate, ranks connect
+WARM_UP = 3
 
 
 class Outputs(NamedTuple):
@@ -131,11 +130,9 @@ class CUDAGraphedStep:
 
     def release_gradients(self) -> None:
         """Remove the gradients that the next replay overwrites from the parameters."""
-        static = (
-            set()
-            if self._captured is None
-            else {id(gradient) for gradient in self._captured.outputs.gradients}
-        )
+        if self._captured is None:
+            return
+        static = {id(gradient) for gradient in self._captured.outputs.gradients}
         for parameter in self.parameters:
             if id(parameter.grad) in static:
                 parameter.grad = None
@@ -160,18 +157,13 @@ class CUDAGraphedStep:
         self._assign([None] * len(self.parameters))
 
         def state() -> Tensor | None:
-            return (
-                None
-                if torch.cuda.is_current_stream_capturing()
-                else torch.cuda.get_rng_state(self.device)
-            )
+            if torch.cuda.is_current_stream_capturing():
+                return None
+            return torch.cuda.get_rng_state(self.device)
 
+        is_on_gpu = self.device.type == "cuda"
         try:
-            with (
-                checkpoints_without_generator(state)
-                if self.device.type == "cuda"
-                else nullcontext()
-            ):
+            with checkpoints_without_generator(state) if is_on_gpu else nullcontext():
                 result = self.function(batch)
             return Outputs(result, [parameter.grad for parameter in self.parameters])
         finally:

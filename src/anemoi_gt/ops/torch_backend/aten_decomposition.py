@@ -16,24 +16,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from anemoi_gt.ops.torch_backend.edge_attention_torch import FlatArguments
+from anemoi_gt.ops.dropout import refuse_in_export
+from anemoi_gt.ops.torch_backend.edge_attention_torch import (
+    edge_attention_torch,
+    in_accumulator_dtype,
+)
 
 
 def decompose(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `edge_attention_torch` in an exported program. Raise ValueError with dropout."""
-    *inputs, _ = arguments
-    flat = FlatArguments(*inputs)
-    if flat.seed is not None:
-        raise ValueError(
-            f"a program is exported for inference, got dropout_p={flat.dropout_p}; call "
-            "model.eval() first"
-        )
-    query = flat.query
-    flat = flat.in_accumulator_dtype()
-    batch, _, heads, _ = flat.query.shape
-    edges = _FoldedEdges((batch, heads), flat.colptr, flat.row, flat.perm)
-    q, k, v = (rows.transpose(1, 2) for rows in flat[:3])  # [B, H, N, C]
-    attr, weight, bias, scale = flat.edge_attr, flat.edge_weight, flat.edge_bias, flat.scale
+    operands, constants, options = edge_attention_torch.split(arguments)
+    query, graph, scale = operands.query, constants.graph, options.scale
+    refuse_in_export(constants.seed, options.dropout_p)
+    operands = in_accumulator_dtype(operands)
+    batch, _, heads, _ = operands.query.shape
+    edges = _FoldedEdges((batch, heads), graph.colptr, graph.row, graph.perm)
+    q, k, v = (rows.transpose(1, 2) for rows in operands[:3])  # [B, H, N, C]
+    _, _, _, attr, weight, bias = operands
     if attr is not None:  # [B or 1, H or 1, E, D or C], in the caller's order
         attr = attr.unsqueeze(1) if weight is not None else attr.transpose(1, 2)
 

@@ -81,6 +81,22 @@ class Edges:
 
 
 @dataclass(frozen=True)
+class OutEdges:
+    """The edges in CSR order, over which gradients of key and value are summed."""
+
+    destinations: Segments  # the destination rows of each source
+    csr_to_csc: Tensor  # [E]
+
+    def sum(self, weight: Tensor, rows: Tensor) -> Tensor:
+        """Return sum_e weight_e rows_e per source.
+
+        `weight` is [E, G] in CSC order, `rows` [N_dst, G, C].
+        """
+        weight_in_csr_order = weight.index_select(0, self.csr_to_csc)
+        return weighted_sum(by_head(weight_in_csr_order), rows, self.destinations)
+
+
+@dataclass(frozen=True)
 class HeadGroup:
     """The operands of a group of heads at one batch index, contiguous, in the accumulator dtype."""
 
@@ -208,27 +224,19 @@ def attend_heads(heads: HeadGroup, edges: Edges) -> tuple[Tensor, Tensor, Tensor
     return out, lse, p
 
 
-@dataclass(frozen=True)
-class HeadGradients:
-    """Gradients of a group of heads, and w and ds of each edge, from which dk and dv follow."""
-
-    dq: Tensor  # [N_dst, G, C]
-    da: Tensor | None  # [E, D] raw or [E, G, C] embedded, CSC order
-    dweight: Tensor | None  # [G, C, D]
-    dbias: Tensor | None  # [G, C]
-    w: Tensor  # [E, G]
-    ds: Tensor  # [E, G], scaled
-
-
 def differentiate_heads(
     heads: HeadGroup,
     do: Tensor,
     dlse: Tensor,
     p: Tensor,
     edges: Edges,
+    out_edges: OutEdges | None,
     needs: AttentionOperands[bool],
-) -> HeadGradients:
-    """Return all gradients except dk and dv, which are sums over out-edges. `p` is [E, G]."""
+) -> AttentionOperands[Tensor | None]:
+    """Return the gradients that are needed, and dq; da [E, ..] in CSC order.
+
+    `p` is [E, G]. `out_edges` is None where neither dk nor dv is needed.
+    """
     g = heads.project(do) if heads.projects else None
     w = heads.drop(p)
     dp = _dots(heads, edges, do, heads.v, g)
@@ -262,7 +270,12 @@ def differentiate_heads(
         if needs.edge_bias:
             w_sum = p_sum if heads.dropout is None else _segment_sum(w, edges.colptr)
             dbias = (_outer(do, w_sum[..., None]) + _outer(heads.q, dlse[..., None])).squeeze(2)
-    return HeadGradients(dq, da, dweight, dbias, w, ds)
+    dk = dv = None
+    if out_edges is not None and needs.key:
+        dk = out_edges.sum(ds, heads.q)
+    if out_edges is not None and needs.value:
+        dv = out_edges.sum(w, do)
+    return AttentionOperands(dq, dk, dv, da, dweight, dbias)
 
 
 def _attribute_gradient(

@@ -4,27 +4,26 @@ Query, y, key and value of nodes are columns of wider values, which one product 
 is added to the column y. Gradients lie as they do.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from anemoi_gt.ops.dtypes import scratch_dtype
 from anemoi_gt.ops.tensors import (
     AttentionOperands,
     AttentionOptions,
     AttentionTensors,
     CallSizes,
+    IndexTensors,
     NormOptions,
     Operand,
 )
-from anemoi_gt.ops.triton_backend import row_launches
+from anemoi_gt.ops.triton_backend import attention_steps, row_launches
+from anemoi_gt.ops.triton_backend.attention_steps import AttentionCall
 from anemoi_gt.ops.triton_backend.derived_passes import Pass, Run
 from anemoi_gt.ops.triton_backend.formula import Key, Node, Value, WeightGradients, key_of, present
 from anemoi_gt.ops.triton_backend.packing import Piece, stacked, zero
 from anemoi_gt.ops.triton_backend.plan import Buffer
 from anemoi_gt.ops.triton_backend.planned_operator import Shaped
-from anemoi_gt.ops.triton_backend.sizes import IndexTensors, Sizes, sizes_of
+from anemoi_gt.ops.triton_backend.sizes import Kept, Sizes, sizes_of
 from anemoi_gt.ops.triton_backend.tiles import TUNING, Tuning
 
 
@@ -62,14 +61,13 @@ class HeadNormNode(Node):
         )
         run.builder.launch(launch, x=x, scale=run.call.leaf(self.scale), out=out)
 
-    def backward(self, run: Run, grad: Buffer | None) -> None:
+    def backward(self, run: Run, grad: Buffer) -> None:
         """Differentiate in place."""
-        assert grad is not None  # the attention writes it
         x = run.value(self.inputs[0])
         width, first_sum, partial = 0, 0, None
         programs = self.programs(run.builder)
         if self.scale is not None:
-            sums, first_sum = run.sums(self)
+            sums, first_sum = run.call.sums[self]
             width, partial = sums.width, sums.partial
         launch = row_launches.head_norm_backward(
             x.shape[0],
@@ -78,7 +76,6 @@ class HeadNormNode(Node):
             self.options,
             x_stride=x.stride[0],
             grad_stride=grad.stride[0],
-            dx_stride=grad.stride[0],
             programs=programs,
             sums=width,
             first_sum=first_sum,
@@ -141,13 +138,8 @@ class AttendNode(Node):
         )
         assert q.base is not None
         self.row_stride = q.base.shape[1]
-        sizes = self.sizes(index)
-        heads = (q.shape[0], o.heads)
-        self.kept = [
-            Value(sizes.inverse_shape(heads), torch.float32, self),
-            Value((sizes.batch, sizes.num_edges, sizes.heads), torch.float32, self),
-            Value((*heads, sizes.columns), scratch_dtype(q.dtype), self),
-        ]
+        kept = self.sizes(index).kept((q.shape[0], o.heads))
+        self.kept = [Value(*spec, self) for spec in kept if spec is not None]
         self.extras = list(self.kept)
         self.cast_attr: Value | None = None
         if t.edge_attr.dtype != q.dtype:
@@ -195,8 +187,6 @@ class AttendNode(Node):
 
     def forward(self, run: Run, out: Buffer) -> None:
         """Add the attention to y."""
-        from anemoi_gt.ops.triton_backend import attention_steps
-
         builder = run.builder
         if self.cast_attr is not None:
             cast_attr = run.call.whole(self.cast_attr)
@@ -208,11 +198,8 @@ class AttendNode(Node):
             self._attention(run), self._kept(run), split(attended), split(out)
         )
 
-    def backward(self, run: Run, grad: Buffer | None) -> None:
+    def backward(self, run: Run, grad: Buffer) -> None:
         """Write dq, dk and dv beside dy, and the gradients of the edges."""
-        from anemoi_gt.ops.triton_backend import attention_steps
-
-        assert grad is not None  # a product wrote it
         builder, parameters, split = run.builder, run.call.parameters, self._split_heads
         if "key_bias" in parameters:
             builder.compute(zero, parameters["key_bias"])
@@ -254,10 +241,8 @@ class AttendNode(Node):
         if gradient is not None and weight is not None:
             call.builder.map_total(weight, call.totals[self.total], gradient)
 
-    def _attention(self, run: Run) -> Any:
+    def _attention(self, run: Run) -> AttentionCall:
         """Return the call of edge attention."""
-        from anemoi_gt.ops.triton_backend.attention_steps import AttentionCall
-
         query, _, key, value, _ = self.inputs
         attr = run.call.whole(self.cast_attr or self.t.edge_attr)
         assert attr is not None
@@ -275,9 +260,7 @@ class AttendNode(Node):
         sizes = self.sizes(index, run.builder.tuning)
         return AttentionCall(run.builder, sizes, operands, index)
 
-    def _kept(self, run: Run) -> Any:
-        from anemoi_gt.ops.triton_backend.attention_steps import Kept
-
+    def _kept(self, run: Run) -> Kept:
         return Kept._make(run.call.whole(value) for value in self.kept)
 
     def _heads_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -16,19 +16,19 @@ A launch accepts a tile, for measurements; None uses the heuristic of `tiles`.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from anemoi_gt.kernels import backward, edge_projection, fixed_degree, forward, join_segments
+from anemoi_gt import kernels
 from anemoi_gt.kernels.launch import Launch
 from anemoi_gt.ops.dropout import drop_threshold
 from anemoi_gt.ops.dtypes import scratch_dtype
-from anemoi_gt.ops.tensors import AttentionOperands
+from anemoi_gt.ops.tensors import AttentionOperands, IndexTensors
 from anemoi_gt.ops.triton_backend import tiles
 from anemoi_gt.ops.triton_backend.device import interpreted
 from anemoi_gt.ops.triton_backend.plan import Buffer, PlanBuilder
-from anemoi_gt.ops.triton_backend.sizes import PACKED_DTYPES, IndexTensors, Sizes
+from anemoi_gt.ops.triton_backend.sizes import PACKED_DTYPES, Kept, Sizes
 from anemoi_gt.ops.triton_backend.tiles import TUNING, ContractionTile, RowTile
 
 LOG2_E = 1.4426950408889634
@@ -55,15 +55,7 @@ class AttentionCall:
         return buffers
 
 
-class Kept(NamedTuple):
-    """Buffers that the forward pass keeps for the backward pass."""
-
-    inv_denominator: Buffer  # [B, N_dst, H], or with hubs as `Sizes.inverse_shape`
-    exp_scores: Buffer  # [B, E, H]
-    projected: Buffer | None  # [B, N_dst, H, columns]; None without raw attributes
-
-
-def attend(call: AttentionCall, kept: Kept, out: Buffer) -> Buffer:
+def attend(call: AttentionCall, kept: Kept[Buffer], out: Buffer) -> Buffer:
     """Attend into `out`, like query; fill `kept` and return lse."""
     if call.operands.edge_weight is not None:
         project(call, call.operands.query, kept.projected)
@@ -73,7 +65,7 @@ def attend(call: AttentionCall, kept: Kept, out: Buffer) -> Buffer:
     return lse
 
 
-def attend_and_add(call: AttentionCall, kept: Kept, scratch: Buffer, rows: Buffer) -> None:
+def attend_and_add(call: AttentionCall, kept: Kept[Buffer], scratch: Buffer, rows: Buffer) -> None:
     """Add the attention to rows [.., N_dst, H, C]; fill `kept`.
 
     `scratch` is contiguous, like rows.
@@ -86,7 +78,7 @@ def attend_and_add(call: AttentionCall, kept: Kept, scratch: Buffer, rows: Buffe
 
 def gradients(
     call: AttentionCall,
-    kept: Kept,
+    kept: Kept[Buffer],
     grad_out: Buffer,
     grad_lse: Buffer | None,
     needs: AttentionOperands[bool],
@@ -152,11 +144,6 @@ def _fixed_degree_tile(sizes: Sizes) -> RowTile | None:
     return tiles.fixed_degree_tile(sizes.over_destinations, sizes.fixed_in_degree)
 
 
-def dst_segment(sizes: Sizes) -> int:
-    """Return the edges of a hub segment in row kernels over destinations, 0 without hubs."""
-    return 0 if has_fixed_degree(sizes) else sizes.dst_segment
-
-
 def forward_tile(sizes: Sizes) -> RowTile:
     """Return the tile of `attend_rows`."""
     tile = _fixed_degree_tile(sizes)
@@ -175,11 +162,6 @@ def destination_tile(sizes: Sizes) -> RowTile:
         )
         return replace(tile, pairs=packed)
     return tiles.destination_tile(sizes.over_destinations)
-
-
-def source_tile(sizes: Sizes) -> RowTile:
-    """Return the tile of `differentiate_sources`."""
-    return tiles.source_tile(sizes.over_sources)
 
 
 def _attribute_constants(sizes: Sizes) -> dict:
@@ -227,7 +209,7 @@ def _row_launch(kernel: Any, sizes: Sizes, tile: RowTile, scale: dict[str, float
     constants["EDGES"] = tiles.attribute_edges(sizes.degree(sizes.num_dst))
     spans = sizes.batch * sizes.spans(sizes.dst_segment)
     programs = spans + sizes.destinations
-    if kernel is backward.edge_attention_bwd_dst_hub:
+    if kernel is kernels.backward.edge_attention_bwd_dst_hub:
         programs = spans
         constants = {
             n: value for n, value in constants.items() if n in (*kernel.arg_names, "num_warps")
@@ -299,7 +281,7 @@ def join(
     if statistics is None:
         statistics = dict.fromkeys(("segment_max", "segment_denominator", "lse", "inv_denominator"))
     call.builder.launch(
-        Launch(join_segments.join_segments, grid, scalars, constants),
+        Launch(kernels.join_segments.join_segments, grid, scalars, constants),
         segment_rows=segment_rows,
         segment_others=segment_others,
         pointers=pointers,
@@ -328,7 +310,7 @@ def _node_map_launch(kernel: Any, sizes: Sizes, tile: ContractionTile, stride: i
 def project_launch(sizes: Sizes, stride: int, tile: ContractionTile | None = None) -> Launch:
     """Return the launch of `project`; `stride` is 0 for contiguous rows."""
     tile = tile or tiles.project_tile(sizes.channels, sizes.attributes)
-    return _node_map_launch(edge_projection.project, sizes, tile, stride)
+    return _node_map_launch(kernels.edge_projection.project, sizes, tile, stride)
 
 
 def project(call: AttentionCall, rows: Buffer, projected: Buffer | None = None) -> Buffer:
@@ -355,7 +337,7 @@ def _map_stride(rows: Buffer) -> int:
 def embed_launch(sizes: Sizes, stride: int, tile: ContractionTile | None = None) -> Launch:
     """Return the launch of `embed`; `stride` is 0 for contiguous rows."""
     tile = tile or tiles.embed_tile(sizes.channels, sizes.attributes)
-    return _node_map_launch(edge_projection.embed, sizes, tile, stride)
+    return _node_map_launch(kernels.edge_projection.embed, sizes, tile, stride)
 
 
 def embed(call: AttentionCall, sums: Buffer, rows: Buffer, skip: Buffer | None = None) -> None:
@@ -373,16 +355,18 @@ def embed(call: AttentionCall, sums: Buffer, rows: Buffer, skip: Buffer | None =
 def forward_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
     """Return the launch of `attend_rows`."""
     kernel = (
-        fixed_degree.edge_attention_fixed_degree_fwd
+        kernels.fixed_degree.edge_attention_fixed_degree_fwd
         if has_fixed_degree(sizes)
-        else forward.edge_attention_fwd
+        else kernels.forward.edge_attention_fwd
     )
     return _row_launch(
         kernel, sizes, tile or forward_tile(sizes), {"score_scale": sizes.scale * LOG2_E}
     )
 
 
-def attend_rows(call: AttentionCall, kept: Kept, out: Buffer) -> tuple[Buffer, Buffer | None]:
+def attend_rows(
+    call: AttentionCall, kept: Kept[Buffer], out: Buffer
+) -> tuple[Buffer, Buffer | None]:
     """Attend over destinations, into `out` without W A; fill `kept`, return lse and A."""
     builder = call.builder
     sizes = call.sizes
@@ -415,15 +399,15 @@ def attend_rows(call: AttentionCall, kept: Kept, out: Buffer) -> tuple[Buffer, B
 
 def destination_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
     """Return the launch of `differentiate_rows`."""
-    kernel = backward.edge_attention_bwd_dst
+    kernel = kernels.backward.edge_attention_bwd_dst
     if has_fixed_degree(sizes):
-        kernel = fixed_degree.edge_attention_fixed_degree_bwd_dst
+        kernel = kernels.fixed_degree.edge_attention_fixed_degree_bwd_dst
     return _row_launch(kernel, sizes, tile or destination_tile(sizes), {"scale": sizes.scale})
 
 
 def differentiate_rows(
     call: AttentionCall,
-    kept: Kept,
+    kept: Kept[Buffer],
     projected_grad: Buffer | None,
     grad_out: Buffer,
     grad_lse: Buffer | None,
@@ -468,22 +452,17 @@ def differentiate_rows(
         buffers |= {"p_sum": p_sum, "p_dp_sum": p_dp_sum}
         segment_dquery = _segment_rows(call, dquery, sizes.channels, segment)
         buffers["segment_dquery"] = segment_dquery
-        hub_launch = hub_destination_launch(sizes)
+        # the second half, over the segments of hubs
+        kernel = kernels.backward.edge_attention_bwd_dst_hub
+        hub_launch = _row_launch(kernel, sizes, destination_tile(sizes), {"scale": sizes.scale})
         builder.launch(hub_launch, **{name: buffers[name] for name in hub_launch.tensors})
         join(call, call.index.colptr, segment, [segment_dquery], [dquery])
     return p_ds, None
 
 
-def hub_destination_launch(sizes: Sizes) -> Launch:
-    """Return the launch of the second half of `differentiate_rows` over the segments of hubs."""
-    return _row_launch(
-        backward.edge_attention_bwd_dst_hub, sizes, destination_tile(sizes), {"scale": sizes.scale}
-    )
-
-
 def source_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
     """Return the launch of `differentiate_sources`."""
-    tile = tile or source_tile(sizes)
+    tile = tile or tiles.source_tile(sizes.over_sources)
     programs = sizes.spans(sizes.src_segment) + -(-sizes.num_src // tile.nodes)
     grid = (sizes.batch * programs, -(-sizes.heads // tile.heads))
     scalars = {"num_dst": sizes.num_dst, "num_src": sizes.num_src, "num_edges": sizes.num_edges}
@@ -499,7 +478,7 @@ def source_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
         "STRIDE": sizes.row_stride,
         "num_warps": tile.num_warps,
     }
-    return Launch(backward.edge_attention_bwd_src, grid, scalars, constants)
+    return Launch(kernels.backward.edge_attention_bwd_src, grid, scalars, constants)
 
 
 def differentiate_sources(
@@ -542,13 +521,13 @@ def attribute_launch(sizes: Sizes) -> Launch:
     }
     del constants["C"]
     programs = sizes.destinations + sizes.batch * sizes.spans(sizes.dst_segment)
-    return Launch(edge_projection.attribute_bwd, (programs,), scalars, constants)
+    return Launch(kernels.edge_projection.attribute_bwd, (programs,), scalars, constants)
 
 
 def differentiate_attributes(
     call: AttentionCall,
     p_ds: Buffer,
-    kept: Kept,
+    kept: Kept[Buffer],
     projected_grad: Buffer,
     dedge_attr: Buffer | None,
 ) -> tuple[Buffer, Buffer]:
@@ -586,7 +565,7 @@ def weight_launch(
     partials = max(1, min(-(-programs // sizes.heads), -(-sizes.destinations // tile.nodes)))
     grid = (partials * sizes.heads, -(-sizes.channels // tile.channels))
     return _contraction_launch(
-        edge_projection.weight_bwd, sizes, tile, grid, STRIDE=sizes.row_stride
+        kernels.edge_projection.weight_bwd, sizes, tile, grid, STRIDE=sizes.row_stride
     )
 
 
@@ -604,7 +583,7 @@ def weight_sum_launch(sizes: Sizes, num_parts: int) -> Launch:
         "ROWS": rows,
         "num_warps": 4,
     }
-    return Launch(edge_projection.weight_sum, grid, {"num_parts": num_parts}, constants)
+    return Launch(kernels.edge_projection.weight_sum, grid, {"num_parts": num_parts}, constants)
 
 
 def differentiate_weight(

@@ -56,10 +56,10 @@ class Pass:
         self.needed = set() if needs is None else program.needed(needs)
         self.needs = needs
         self.parameters: dict[str, Buffer] = {}  # gradients by group
-        self.gradients: dict[Value, Buffer | None] = {}  # of all rows
+        self.gradients: dict[Value, Buffer] = {}  # of all rows
         self.written: set[Value] = set()  # values whose gradient was written; others are added
         self.residuals: dict[Value, Buffer] = {}  # gradients that wait for the pass of a norm
-        self.sums: dict[Node, tuple[NodeSums, slice]] = {}
+        self.sums: dict[Node, tuple[NodeSums, int]] = {}  # and the first column of a node
         self.totals: dict[Hashable, Buffer] = {}  # once all rows are summed
 
         groups: dict[str, list[Piece[Buffer]]] = {}
@@ -138,7 +138,7 @@ class Pass:
         return self.needs is not None and not node.is_cheap
 
     def backward(self) -> None:
-        """Add the steps of a backward pass, from the gradients of the results."""
+        """Add the steps of a backward pass, from the gradient of the output."""
         for nodes in reversed(self.program.runs()):
             differentiated = [node for node in reversed(nodes) if node in self.needed]
             for begin, end in self.spans(nodes) if differentiated else ():
@@ -207,23 +207,18 @@ class Run:
         num_rows = value.shape[0] if self.is_whole else self.end - self.begin
         return self.builder.empty((num_rows, *value.shape[1:]), value.dtype)
 
-    def hand_on(self, value: Value, gradient: Buffer) -> None:
-        """Take rows that are there for the gradient of a value."""
-        self.gradients[value] = gradient
-
     def needs(self, value: Value) -> bool:
         """Return whether the gradient of a value is needed."""
         return value in self.call.needed
 
-    def gradient(self, value: Value) -> Buffer | None:
-        """Return the gradient of a value; None if it has none."""
+    def gradient(self, value: Value) -> Buffer:
+        """Return the gradient of a value, which later nodes have written."""
         value = value.in_place_of or value
         if value.base is not None:
             return self.write(value)
         if value in self.gradients:
             return self.gradients[value]
-        whole = self.call.gradients.get(value)
-        return None if whole is None else self.rows_of(whole)
+        return self.rows_of(self.call.gradients[value])
 
     def write(self, value: Value) -> Buffer:
         """Return the memory of the gradient of a value, for a node to write or add to."""
@@ -257,11 +252,6 @@ class Run:
         whole = self.call.residuals.get(value)
         return None if whole is None else self.rows_of(whole)
 
-    def sums(self, node: Node) -> tuple[NodeSums, int]:
-        """Return the sums of a node, and its first column."""
-        sums, columns = self.call.sums[node]
-        return sums, columns.start
-
 
 class _Gradients(NamedTuple):
     """Where the gradients of a program are."""
@@ -269,7 +259,7 @@ class _Gradients(NamedTuple):
     packed: PackedGradients
     where: dict[Key, PackedGradient | int]  # one of them, or the number of a result
     results: dict[int, Value]  # leaves that are rows
-    sums: list[list[Node]]  # nodes whose sums are made by the same number of programs
+    sums: list[dict[Node, dict[Key, int]]]  # columns, of the same number of programs in each
 
     @classmethod
     def of(cls, program: Program, needs: Sequence[bool]) -> "_Gradients":
@@ -286,14 +276,15 @@ class _Gradients(NamedTuple):
                     gradient = PackedGradient(tuple(shape))
                     groups[name].append(gradient)
                     where |= dict.fromkeys(shared, gradient)
-        summing: dict[str, list[Node]] = {}
+        sums: dict[str, dict[Node, dict[Key, int]]] = {}
         for node in program.nodes:
-            if node in needed and _sums_of(node, needs):
-                summing.setdefault(node.summed_with, []).append(node)
+            columns = node.sums | {leaf: n for leaf, n in node.bias_sums.items() if needs[leaf]}
+            if node in needed and columns:
+                sums.setdefault(node.summed_with, {})[node] = columns
         of_sums = []
-        for nodes in summing.values():
-            for node in nodes:
-                for key, width in _sums_of(node, needs).items():
+        for columns_of in sums.values():
+            for columns in columns_of.values():
+                for key, width in columns.items():
                     gradient = PackedGradient((width,))
                     where[key] = gradient
                     of_sums.append(gradient)
@@ -301,13 +292,7 @@ class _Gradients(NamedTuple):
             groups["sums"] = of_sums
         results = program.rows()
         where |= {leaf: number for number, leaf in enumerate(results)}
-        return cls(PackedGradients.of(groups), where, results, list(summing.values()))
-
-
-def _sums_of(node: Node, needs: Sequence[bool]) -> dict[Key, int]:
-    """Return the columns of the sums of a node."""
-    needed = {leaf: width for leaf, width in node.bias_sums.items() if needs[leaf]}
-    return node.sums | needed
+        return cls(PackedGradients.of(groups), where, results, list(sums.values()))
 
 
 class FormulaOperator(PlannedOperator):
@@ -318,19 +303,17 @@ class FormulaOperator(PlannedOperator):
     name : str
     formula : callable
         Of a program, the tree of tensors as `Value`s, the constants if there are any, and options;
-        returns the output, or a tuple of outputs.
+        returns the output.
     **trees
         As of `Operator`.
     """
 
-    builder_class = SublayerBuilder
-
-    def __init__(self, name: str, formula: Callable[..., Any], **trees: Any):
+    def __init__(self, name: str, formula: Callable[..., Value], **trees: Any):
         self.formula = formula
-        super().__init__(name, **trees)
+        super().__init__(name, outputs=("out",), **trees)
 
-    def program(self, tensors: Any, constants: Any, options: Any) -> Program:
-        """Return the formula for tensors of these shapes."""
+    def program(self, tensors: Any, constants: Any, options: Any) -> tuple[Program, Value]:
+        """Return the formula for tensors of these shapes, and its output."""
         flat = []
         for number, tensor in enumerate(leaves(tensors)):
             value = None
@@ -341,26 +324,23 @@ class FormulaOperator(PlannedOperator):
         arguments = [tree_of(self.tensors_form, flat)]
         if self.num_inputs > self.num_tensors:
             arguments.append(constants)
-        results = self.formula(program, *arguments, options)
-        program.results = list(results) if isinstance(results, tuple) else [results]
-        return program
+        return program, self.formula(program, *arguments, options)
 
     def call_sizes(self, tensors: Any, constants: Any, options: Any) -> CallSizes:
         """Return the sizes of a call, for people."""
-        program = self.program(tensors, constants, options)
+        program, y = self.program(tensors, constants, options)
         for node in program.nodes:
             found = node.call_sizes()
             if found is not None:
                 return found
-        (x, *_), (y, *_) = program.rows().values(), program.results
+        x, *_ = program.rows().values()
         sizes = {"rows": x.shape[0], "inputs": x.shape[1], "outputs": y.shape[1]}
         return CallSizes(sizes, program.dtype)
 
     def forward_specs(self, tensors: Any, constants: Any, options: Any) -> list[Spec]:
-        """Return the specs of the outputs and of the kept bytes."""
-        program = self.program(tensors, constants, options)
-        outputs: list[Spec] = [(value.shape, value.dtype) for value in program.results]
-        return [*outputs, ((program.kept_layout().num_bytes,), torch.uint8)]
+        """Return the specs of the output and of the kept bytes."""
+        program, out = self.program(tensors, constants, options)
+        return [(out.shape, out.dtype), ((program.kept_layout().num_bytes,), torch.uint8)]
 
     def add_forward(
         self,
@@ -372,7 +352,7 @@ class FormulaOperator(PlannedOperator):
         save: bool,
     ) -> list[Buffer]:
         """Add the steps of the forward pass."""
-        program = self.program(tensors, constants, options)
+        program, out = self.program(tensors, constants, options)
         layout = program.kept_layout()
         if save:
             kept = builder.empty_tensors(layout, together=True)
@@ -381,17 +361,16 @@ class FormulaOperator(PlannedOperator):
             names = [name for name, value in program.kept().items() if value in extras]
             kept = {name: builder.empty(*layout.tensors[name][1:]) for name in ("packed", *names)}
         call = Pass(program, builder, leaves(tensors), constants, kept)
-        results = [builder.empty(value.shape, value.dtype) for value in program.results]
-        call.memory |= dict(zip(program.results, results, strict=True))
+        result = call.memory[out] = builder.empty(out.shape, out.dtype)
         call.forward()
-        return [*results, builder.whole(kept["packed"])] if save else results
+        return [result, builder.whole(kept["packed"])] if save else [result]
 
     def gradient_layout(
         self, tensors: Any, constants: Any, options: Any, needs: Any
     ) -> GradientLayout:
         """Return the layout of the gradients of rows, and of the packed gradients."""
         flat_needs = leaves(needs)
-        program = self.program(tensors, constants, options)
+        program, _ = self.program(tensors, constants, options)
         gradients = _Gradients.of(program, flat_needs)
         whole: list[Spec | None] = []
         for leaf, value in gradients.results.items():
@@ -409,28 +388,26 @@ class FormulaOperator(PlannedOperator):
         constants: Any,
         options: Any,
         kept: Buffer,
-        grads: Sequence[Buffer | None],
+        grads: Sequence[Buffer],
         needs: Any,
     ) -> list[Buffer | None]:
         """Add the steps of the backward pass."""
-        program = self.program(tensors, constants, options)
+        program, out = self.program(tensors, constants, options)
         flat_needs = leaves(needs)
         buffers = program.kept_layout().buffers(kept)
         call = Pass(program, builder, leaves(tensors), constants, buffers, flat_needs)
         gradients = _Gradients.of(program, flat_needs)
         packed, call.parameters = gradients.packed.allocate(builder)
         groups = []
-        for nodes in gradients.sums:
-            widths: dict[Hashable, int] = {}
-            for node in nodes:
-                for key, width in _sums_of(node, flat_needs).items():
-                    widths[key] = width
-            sums = NodeSums(builder, widths, nodes[0].programs(builder))
+        for columns_of in gradients.sums:
+            widths: dict[Any, int] = {}
+            for columns in columns_of.values():
+                widths |= columns
+            sums = NodeSums(builder, widths, next(iter(columns_of)).programs(builder))
             groups.append(sums)
-            for node in nodes:
-                columns = [sums.columns[key] for key in _sums_of(node, flat_needs)]
-                call.sums[node] = (sums, slice(columns[0].start, columns[-1].stop))
-        call.gradients |= dict(zip(program.results, grads, strict=True))
+            for node, columns in columns_of.items():
+                call.sums[node] = (sums, sums.columns[next(iter(columns))].start)
+        (call.gradients[out],) = grads
         call.backward()
         first = 0
         for sums in groups:

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import torch
 
+from anemoi_gt import kernels
 from anemoi_gt.ops.backend import Dtypes, Sizes
 from anemoi_gt.refusal import Refusal, not_faster, permanent
 from anemoi_gt.toolchain import driver_problem
@@ -60,6 +61,4 @@ def interpreted() -> bool:
     """Return whether Triton was imported with its interpreter, which runs kernels on the CPU."""
     from triton.runtime import JITFunction
 
-    from anemoi_gt.kernels.forward import edge_attention_fwd
-
-    return not isinstance(edge_attention_fwd, JITFunction)
+    return not isinstance(kernels.forward.edge_attention_fwd, JITFunction)

@@ -1,7 +1,6 @@
 """Edge attention as an operator of the `triton` backend: plans of both passes."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,19 +9,22 @@ from torch.nn.functional import linear
 
 from anemoi_gt.custom_ops import needs_gradient
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.ops.dtypes import scratch_dtype, without_autocast
-from anemoi_gt.ops.operator import GradientLayout, Spec
+from anemoi_gt.ops.dtypes import without_autocast
+from anemoi_gt.ops.operator import Spec
 from anemoi_gt.ops.tensors import (
+    AttentionConstants,
     AttentionOperands,
     CallSizes,
     EdgeAttentionOptions,
+    IndexTensors,
     Operand,
 )
-from anemoi_gt.ops.tree import leaves
+from anemoi_gt.ops.triton_backend import attention_steps
+from anemoi_gt.ops.triton_backend.attention_steps import AttentionCall
 from anemoi_gt.ops.triton_backend.packing import zero
 from anemoi_gt.ops.triton_backend.plan import Buffer, MemoryLayout, PlanBuilder
 from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator
-from anemoi_gt.ops.triton_backend.sizes import Constants, IndexTensors, sizes_of
+from anemoi_gt.ops.triton_backend.sizes import Kept, sizes_of
 from anemoi_gt.ops.triton_backend.tiles import MAX_ATTRIBUTES, attribute_columns
 from anemoi_gt.tested_versions import warn_if_untested
 
@@ -104,16 +106,15 @@ class EdgeAttention(PlannedOperator):
         super().__init__(
             "edge_attention",
             tensors=AttentionOperands[Tensor],
-            constants=Constants[Tensor],
+            constants=AttentionConstants[Tensor],
             options=EdgeAttentionOptions,
             outputs=("out", "lse"),
-            num_results=6,
         )
 
     def call_sizes(
         self,
         tensors: AttentionOperands[Tensor],
-        constants: Constants[Tensor],
+        constants: AttentionConstants[Tensor],
         options: EdgeAttentionOptions,
     ) -> CallSizes:
         """Return the sizes of a call."""
@@ -133,7 +134,7 @@ class EdgeAttention(PlannedOperator):
     def forward_specs(
         self,
         tensors: AttentionOperands[Operand],
-        constants: Constants[Operand],
+        constants: AttentionConstants[Operand],
         options: EdgeAttentionOptions,
     ) -> list[Spec]:
         """Return the specs of out, lse and of the kept bytes."""
@@ -142,77 +143,56 @@ class EdgeAttention(PlannedOperator):
         lse = (tuple(query.shape[:-1]), torch.float32)
         return [(query.shape, query.dtype), lse, ((kept.num_bytes,), torch.uint8)]
 
-    def gradient_layout(
-        self,
-        tensors: AttentionOperands[Operand],
-        constants: Constants[Operand],
-        options: EdgeAttentionOptions,
-        needs: AttentionOperands[bool],
-    ) -> GradientLayout:
-        """Return a layout with one result for each operand."""
-        return GradientLayout.separate(leaves(tensors), leaves(needs))
-
     def add_forward(
         self,
         builder: PlanBuilder,
         tensors: AttentionOperands[Buffer],
-        constants: Constants[Buffer],
+        constants: AttentionConstants[Buffer],
         options: EdgeAttentionOptions,
         *,
         save: bool,
     ) -> list[Buffer]:
         """Add the steps of the forward pass."""
-        from anemoi_gt.ops.triton_backend.attention_steps import attend
-
         kept = builder.empty_tensors(kept_layout(tensors, constants.graph), together=save)
         call = _attention_call(builder, tensors, constants, options)
         out = builder.empty_like(tensors.query)
-        lse = attend(call, kept_of(kept), out)
+        lse = attention_steps.attend(call, Kept(**kept), out)
         return [out, lse, builder.whole(kept["exp_scores"])] if save else [out, lse]
 
     def add_backward(
         self,
         builder: PlanBuilder,
         tensors: AttentionOperands[Buffer],
-        constants: Constants[Buffer],
+        constants: AttentionConstants[Buffer],
         options: EdgeAttentionOptions,
         kept: Buffer,
         grads: Sequence[Buffer | None],
         needs: AttentionOperands[bool],
     ) -> Sequence[Buffer | None]:
         """Add the steps of the backward pass."""
-        from anemoi_gt.ops.triton_backend.attention_steps import gradients
-
         grad_out, grad_lse = grads
         if grad_out is None:
             grad_out = builder.empty_like(tensors.query)
             builder.compute(zero, grad_out)
-        kept_buffers = kept_of(kept_layout(tensors, constants.graph).buffers(kept))
+        layout = kept_layout(tensors, constants.graph)
         call = _attention_call(builder, tensors, constants, options)
-        return gradients(call, kept_buffers, grad_out, grad_lse, needs)
+        kept_buffers = Kept(**layout.buffers(kept))
+        return attention_steps.gradients(call, kept_buffers, grad_out, grad_lse, needs)
 
 
 def kept_layout(operands: AttentionOperands[Operand], index: IndexTensors[Operand]) -> MemoryLayout:
     """Return the layout of what the forward pass keeps for the backward pass."""
     sizes = sizes_of(operands, index, holds=statically_known_true)
-    heads = tuple(operands.query.shape[:-1])
-    specs: dict[str, Spec] = {
-        "inv_denominator": (sizes.inverse_shape(heads), torch.float32),
-        "exp_scores": ((sizes.batch, sizes.num_edges, sizes.heads), torch.float32),
-    }
-    if operands.edge_weight is not None:
-        specs["projected"] = ((*heads, sizes.columns), scratch_dtype(operands.query.dtype))
-    return MemoryLayout.of(specs)
+    kept = sizes.kept(tuple(operands.query.shape[:-1]))
+    return MemoryLayout.of({n: spec for n, spec in kept._asdict().items() if spec is not None})
 
 
 def _attention_call(
     builder: PlanBuilder,
     operands: AttentionOperands[Buffer],
-    constants: Constants[Buffer],
+    constants: AttentionConstants[Buffer],
     options: EdgeAttentionOptions,
-) -> Any:
-    from anemoi_gt.ops.triton_backend.attention_steps import AttentionCall
-
+) -> AttentionCall:
     sizes = sizes_of(
         operands,
         constants.graph,
@@ -221,13 +201,6 @@ def _attention_call(
         int32_limit=builder.tuning.int32_limit,
     )
     return AttentionCall(builder, sizes, operands, constants.graph, constants.seed)
-
-
-def kept_of(kept: dict[str, Buffer]) -> Any:
-    """Return the tensors of `kept_layout` as the steps take them."""
-    from anemoi_gt.ops.triton_backend.attention_steps import Kept
-
-    return Kept(kept["inv_denominator"], kept["exp_scores"], kept.get("projected"))
 
 
 edge_attention_triton = EdgeAttention()

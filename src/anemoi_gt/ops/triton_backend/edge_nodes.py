@@ -1,13 +1,13 @@
 """Nodes of formulas on the edges of a graph; edges are in the caller's order."""
 
-from anemoi_gt.ops.tensors import CallSizes, Operand
-from anemoi_gt.ops.triton_backend import interaction_launches
+from anemoi_gt.ops.tensors import CallSizes, IndexTensors, Operand
+from anemoi_gt.ops.triton_backend import row_launches
 from anemoi_gt.ops.triton_backend.derived_passes import Pass, Run
 from anemoi_gt.ops.triton_backend.edge_sums import add_segment_sum
 from anemoi_gt.ops.triton_backend.formula import Node, Program, Value
 from anemoi_gt.ops.triton_backend.plan import Buffer
 from anemoi_gt.ops.triton_backend.row_nodes import ActivationNode
-from anemoi_gt.ops.triton_backend.sizes import IndexTensors, segment_of
+from anemoi_gt.ops.triton_backend.sizes import segment_of
 
 
 class EndsNode(Node):
@@ -22,7 +22,7 @@ class EndsNode(Node):
     def forward(self, run: Run, out: Buffer) -> None:
         """Find the ends."""
         index = run.call.index
-        launch = interaction_launches.edge_ends(index.colptr.shape[0] - 1, out.shape[0])
+        launch = row_launches.edge_ends(index.colptr.shape[0] - 1, out.shape[0])
         run.builder.launch(
             launch,
             colptr=index.colptr,
@@ -72,7 +72,7 @@ class GatherActivationNode(ActivationNode):
             super().forward(run, out)
             return
         z, at_dst, at_src = self.inputs
-        launch = interaction_launches.gather_activation(
+        launch = row_launches.gather_activation(
             out.shape[0],
             out.shape[1],
             self.activation,

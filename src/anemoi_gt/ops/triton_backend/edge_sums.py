@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_map
 from anemoi_gt.custom_ops import is_plain, needs_gradient, register
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.operator import OPERATORS, Spec
-from anemoi_gt.ops.tensors import CallSizes, check_edge_sums
-from anemoi_gt.ops.triton_backend import interaction_launches
+from anemoi_gt.ops.tensors import CallSizes, check_rows
+from anemoi_gt.ops.triton_backend import row_launches
 from anemoi_gt.ops.triton_backend.plan import Buffer, Plan, PlanBuilder
 from anemoi_gt.ops.triton_backend.sizes import segment_of
 from anemoi_gt.torch_compat import is_batched
@@ -33,7 +33,7 @@ def sum_edges(edges: Tensor, graph: GraphStructure, batch: int) -> Tensor:
 
     `graph` is the structure of one of the `batch` entries; edges are in the caller's order.
     """
-    check_edge_sums(edges, graph, batch)
+    check_rows("edges", edges, batch * graph.num_edges)
     index = graph.colptr, graph.perm, graph.dst_hubs
     if not is_plain(edges, *index):
         return edge_sums(edges, *index, graph.num_edges, batch)
@@ -65,12 +65,12 @@ def add_segment_sum(
     if segment:
         spans = -(-num_edges // segment)
         segments = builder.empty((batch * spans, width), torch.float32)
-    launch = interaction_launches.segment_sum(width, **sizes)
+    launch = row_launches.segment_sum(width, **sizes)
     builder.launch(
         launch, x=rows, pointers=pointers, order=order, perm=perm, out=out, segments=segments
     )
     if segments is not None:
-        launch = interaction_launches.join_segment_sums(width, **sizes)
+        launch = row_launches.join_segment_sums(width, **sizes)
         builder.launch(launch, segments=segments, pointers=pointers, out=out)
 
 
@@ -141,7 +141,7 @@ def _gather_plan(
     width = x.shape[1]
     sizes = {"num_dst": pointers.shape[0] - 1, "num_edges": num_edges, "batch": batch}
     out = builder.empty((batch * num_edges, width), x.dtype)
-    launch = interaction_launches.gather_to_edges(width, **sizes)
+    launch = row_launches.gather_to_edges(width, **sizes)
     builder.launch(launch, x=x, addend=added, colptr=pointers, perm=order, out=out)
     return builder.finish([out])
 
@@ -159,19 +159,12 @@ class GatheredRows(torch.Tensor):
     arguments: Any  # a tuple, of `_gather`
 
     @staticmethod
-    def __new__(
-        cls,
-        rows: Tensor,
-        colptr: Tensor,
-        perm: Tensor | None,
-        hubs: Tensor | None,
-        num_edges: int,
-        batch: int,
-    ) -> "GatheredRows":
-        """Hold rows [B * N_dst, F]."""
+    def __new__(cls, rows: Tensor, *others: Any) -> "GatheredRows":
+        """Hold the arguments of `_gather`."""
+        *_, num_edges, batch = others
         shape = batch * num_edges, rows.shape[1]
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=rows.dtype, device=rows.device)
-        self.arguments = rows, colptr, perm, hubs, num_edges, batch
+        self.arguments = rows, *others
         return self
 
     @classmethod

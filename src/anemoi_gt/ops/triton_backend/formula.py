@@ -129,8 +129,8 @@ class Node:
         """Compute `out`."""
         raise NotImplementedError
 
-    def backward(self, run: "Run", grad: Buffer | None) -> None:
-        """Differentiate; `grad` is None for a result that no one used."""
+    def backward(self, run: "Run", grad: Buffer) -> None:
+        """Differentiate."""
         raise NotImplementedError
 
     def finish(self, call: "Pass") -> None:
@@ -168,7 +168,6 @@ class Program:
         self.leaves = [leaf for leaf in leaves if leaf is not None]
         self.dtype = dtype
         self.nodes: list[Node] = []
-        self.results: list[Value] = []
         self.loop = Loop("rows")  # of the nodes to come
         self.whole_gradients: set[Value] = set()  # that a node reads after all rows
 

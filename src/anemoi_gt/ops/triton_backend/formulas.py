@@ -13,6 +13,7 @@ from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.tensors import (
     AttentionOptions,
     AttentionTensors,
+    IndexTensors,
     InteractionOptions,
     InteractionTensors,
     Linear,
@@ -40,7 +41,6 @@ from anemoi_gt.ops.triton_backend.row_nodes import (
     joined,
     own_rows,
 )
-from anemoi_gt.ops.triton_backend.sizes import IndexTensors
 
 
 def add_residual_norm(
@@ -70,7 +70,7 @@ def network(p: Program, t: NetworkTensors[Value], o: NetworkOptions) -> Value:
         rows.append(rows[0])
     # rows of a model: their columns are its variables, which are padded, and few
     pads_input = rows == [t.x] and not o.residual
-    pads_output = not o.residual and not o.norm.eps
+    is_result = not o.residual and not o.norm.eps  # of the last linear map
     for name, layer in (("first", t.network.first), ("second", t.network.second)):
         if layer.value.weight is None:
             continue
@@ -82,7 +82,6 @@ def network(p: Program, t: NetworkTensors[Value], o: NetworkOptions) -> Value:
         hidden = LinearNode(name, rows, layers, p.dtype, pads_input=pads_input, is_cheap=is_cheap)
         rows = [p.add(ActivationNode(p.add(hidden), o.activation))]
         pads_input = False
-    is_result = pads_output
     out = LinearNode(
         "out",
         rows,
@@ -90,7 +89,7 @@ def network(p: Program, t: NetworkTensors[Value], o: NetworkOptions) -> Value:
         p.dtype,
         out_dtype=o.out_dtype if is_result else None,
         pads_input=pads_input,
-        pads_output=pads_output,
+        pads_output=is_result,
         # the pass of a conditional norm does not sum the gradient that it writes
         summed=[t.network.out] if is_result or t.network.norm.condition is not None else [],
     )
@@ -242,7 +241,6 @@ network_triton = FormulaOperator(
     tensors=NetworkTensors,
     constants=NoConstants,
     options=NetworkOptions,
-    outputs=("out",),
     num_results=5,
 )
 
@@ -252,7 +250,6 @@ interaction_triton = FormulaOperator(
     tensors=InteractionTensors,
     constants=IndexTensors,
     options=InteractionOptions,
-    outputs=("edges",),
     num_results=6,
 )
 
@@ -262,6 +259,5 @@ attention_triton = FormulaOperator(
     tensors=AttentionTensors,
     constants=IndexTensors,
     options=AttentionOptions,
-    outputs=("out",),
     num_results=7,
 )

@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.library import triton_op, wrap_triton
 
-from anemoi_gt.ops.tensors import AttentionOperands
+from anemoi_gt.ops.dropout import refuse_in_export
+from anemoi_gt.ops.tensors import AttentionOperands, IndexTensors
 from anemoi_gt.ops.triton_backend.attention_steps import AttentionCall, attend
 from anemoi_gt.ops.triton_backend.edge_attention_triton import (
     edge_attention_triton,
     kept_layout,
-    kept_of,
 )
 from anemoi_gt.ops.triton_backend.plan import Buffer, KernelStep, PlanBuilder
-from anemoi_gt.ops.triton_backend.sizes import IndexTensors, Sizes, sizes_of
+from anemoi_gt.ops.triton_backend.sizes import Kept, Sizes, sizes_of
 from anemoi_gt.ops.triton_backend.tiles import BUSY_DEGREE
 
 
@@ -60,21 +60,18 @@ def edge_attention_triton_exported(
     `out` is like query; without B, `lse` has no B either.
     """
     operands = AttentionOperands(query, key, value, edge_attr, edge_weight, edge_bias)
-    inputs = [
-        None if x is None else x.contiguous() for x in (*operands, colptr, row, perm, dst_hubs)
-    ]
+    index = IndexTensors(colptr, row, perm, dst_hubs=dst_hubs)
+    inputs = [None if x is None else x.contiguous() for x in (*operands, *index)]
     builder = PlanBuilder(
         [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in inputs]
     )
     num_operands = len(operands)
     buffers: AttentionOperands[Buffer] = AttentionOperands._make(builder.inputs[:num_operands])
-    structure = ("colptr", "row", "perm", "dst_hubs")
-    index_buffers: dict[str, Any] = dict(zip(structure, builder.inputs[num_operands:], strict=True))
-    index: IndexTensors[Buffer] = IndexTensors(**index_buffers)
-    sizes = TracedSizes(*sizes_of(buffers, index, scale, holds=statically_known_true))
-    kept = kept_of(builder.empty_tensors(kept_layout(buffers, index), together=False))
+    index_buffers: IndexTensors[Buffer] = IndexTensors._make(builder.inputs[num_operands:])
+    sizes = TracedSizes(*sizes_of(buffers, index_buffers, scale, holds=statically_known_true))
+    kept = Kept(**builder.empty_tensors(kept_layout(buffers, index_buffers), together=False))
     out = builder.empty_like(buffers.query)
-    lse = attend(AttentionCall(builder, sizes, buffers, index), kept, out)
+    lse = attend(AttentionCall(builder, sizes, buffers, index_buffers), kept, out)
 
     tensors: list[Any] = list(inputs)  # None where there is none
     for storage in builder.storages[len(inputs) :]:
@@ -93,11 +90,7 @@ def decompose(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Replace `edge_attention_triton` in an exported inference program; raise with dropout."""
     operands, constants, options = edge_attention_triton.split(arguments)
     index: IndexTensors[Tensor] = constants.graph
-    if constants.seed is not None:
-        p = options.dropout_p
-        raise ValueError(
-            f"a program is exported for inference, got dropout_p={p}; call model.eval() first"
-        )
+    refuse_in_export(constants.seed, options.dropout_p)
     structure = (index.colptr, index.row, index.perm, index.dst_hubs)
     out, lse = edge_attention_triton_exported(*operands, *structure, options.scale)
     return out, lse, lse.new_empty(0, dtype=torch.uint8)

@@ -40,15 +40,10 @@ class Piece(NamedTuple, Generic[Held]):
     addend: Held | None = None
     has_one: bool = False
 
-    @classmethod
-    def of(cls, parameter: OperandT) -> "Piece[OperandT]":
-        """Return a parameter as it is."""
-        return Piece(parameter.shape, parameter)
-
 
 def stacked(*parameters: OperandT | None) -> list[Piece[OperandT]]:
     """Return the pieces of parameters; None is left out."""
-    return [Piece.of(parameter) for parameter in parameters if parameter is not None]
+    return [Piece(parameter.shape, parameter) for parameter in parameters if parameter is not None]
 
 
 def _stacked_shape(pieces: Sequence) -> tuple[int, ...]:
@@ -75,11 +70,15 @@ class PackedWeights(NamedTuple):
 
     def views(self, packed: Buffer) -> dict[str, Buffer]:
         """Return each group in `packed` [num_elements]."""
-        views = {}
-        for name, (first, shape) in self.groups.items():
-            stride = contiguous_stride(shape)
-            views[name] = replace(packed, shape=shape, stride=stride, offset=packed.offset + first)
-        return views
+        return _views(self.groups, packed)
+
+
+def _views(groups: Mapping[str, tuple[int, tuple[int, ...]]], packed: Buffer) -> dict[str, Buffer]:
+    views = {}
+    for name, (first, shape) in groups.items():
+        stride = contiguous_stride(shape)
+        views[name] = replace(packed, shape=shape, stride=stride, offset=packed.offset + first)
+    return views
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,16 +119,12 @@ class PackedGradients(NamedTuple):
     def allocate(self, builder: PlanBuilder) -> tuple[Buffer, dict[str, Buffer]]:
         """Return a tensor [num_elements] and each group in it."""
         packed = builder.empty((self.num_elements,), torch.float32)
-        buffers = {}
-        for name, (first, shape) in self.groups.items():
-            buffers[name] = replace(
-                packed, shape=shape, stride=contiguous_stride(shape), offset=first
-            )
+        for first, shape in self.groups.values():
             end = first + prod(shape)
             padding = -end % GRADIENT_ALIGNMENT
             if padding:  # an operator returns the same bits each time
                 builder.compute(zero, packed.slice(0, end, end + padding))
-        return packed, buffers
+        return packed, _views(self.groups, packed)
 
     def layout(
         self, whole: Sequence[Spec | None], gradients: Sequence, tensors: Sequence, needs: Sequence

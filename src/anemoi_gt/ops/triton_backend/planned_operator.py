@@ -11,7 +11,8 @@ from torch import Tensor
 
 from anemoi_gt.ops.operator import GradientLayout, Operator, Spec
 from anemoi_gt.ops.tree import tree_of
-from anemoi_gt.ops.triton_backend.plan import Buffer, Plan, PlanBuilder
+from anemoi_gt.ops.triton_backend.plan import Buffer, Plan
+from anemoi_gt.ops.triton_backend.sublayer_builder import SublayerBuilder
 from anemoi_gt.ops.triton_backend.tiles import TUNING, Tuning
 
 # specs and options whose plans are cached: graphs times layers of different sizes in use at a time
@@ -28,8 +29,6 @@ class Shaped:
 
 class PlannedOperator(Operator):
     """An operator whose passes are plans, which are made from shapes, dtypes and options only."""
-
-    builder_class = PlanBuilder
 
     def __init__(self, name: str, **trees: Any):
         super().__init__(name, "triton", **trees)
@@ -65,17 +64,14 @@ class PlannedOperator(Operator):
 
     @abstractmethod
     def add_forward(
-        self, builder: Any, tensors: Any, constants: Any, options: Any, *, save: bool
+        self, builder: SublayerBuilder, tensors: Any, constants: Any, options: Any, *, save: bool
     ) -> list[Buffer]:
-        """Add the steps of the forward pass; return outputs, and what is kept with `save`.
-
-        `builder` is a `builder_class`.
-        """
+        """Add the steps of the forward pass; return outputs, and what is kept with `save`."""
 
     @abstractmethod
     def add_backward(
         self,
-        builder: Any,
+        builder: SublayerBuilder,
         tensors: Any,
         constants: Any,
         options: Any,
@@ -122,7 +118,7 @@ class Plans:
     def forward_plan(self, *, save: bool) -> Plan:
         """Return the plan of the forward pass: outputs, and what is kept with `save`."""
         if save not in self._forward:
-            builder = self.operator.builder_class(self.specs, self.tuning)
+            builder = SublayerBuilder(self.specs, self.tuning)
             trees = self._trees(builder.inputs)
             results = self.operator.add_forward(builder, *trees, self.options, save=save)
             self._forward[save] = builder.finish(results, replay=self.options.replay)
@@ -139,7 +135,7 @@ class Plans:
             grads: list[Spec | None] = []
             for spec, has_grad in zip(outputs, has_grads, strict=True):
                 grads.append(spec if has_grad else None)
-            builder = operator.builder_class([*self.specs, kept, *grads], self.tuning)
+            builder = SublayerBuilder([*self.specs, kept, *grads], self.tuning)
             kept_buffer, *grad_buffers = builder.inputs[operator.num_inputs :]
             assert kept_buffer is not None
             trees = self._trees(builder.inputs[: operator.num_inputs])

@@ -1,4 +1,4 @@
-"""Launches of the row kernels, `anemoi_gt.kernels.norms_and_activations`.
+"""Launches of the kernels on rows: norms, activations, and those of graph networks.
 
 Each function returns a `Launch` from sizes and options only. Call it with tensors by the kernel's
 argument names; None leaves one out. Outputs may alias inputs where the kernel's docstring says
@@ -11,6 +11,7 @@ writes sums.
 
 from typing import NamedTuple
 
+from anemoi_gt import kernels
 from anemoi_gt.kernels.launch import Launch
 from anemoi_gt.ops.tensors import NormOptions
 from anemoi_gt.ops.triton_backend import tiles
@@ -21,7 +22,6 @@ def norm_forward(
     features: int,
     norm: NormOptions,
     *,
-    out_stride: int | None = None,
     batch: int = 1,
     out_entry_rows: int | None = None,
 ) -> Launch:
@@ -34,17 +34,12 @@ def norm_forward(
     features : int
         At most MAX_FEATURES, which a program holds in registers.
     norm : NormOptions
-    out_stride : int or None
-        Elements between rows of `out`; None: `features`.
     batch : int
         Batch entries, which have the same number of rows.
     out_entry_rows : int or None
         Rows of `out` in each batch entry; the first num_rows / batch are written. None: no others.
     """
-    from anemoi_gt.kernels import norms_and_activations as kernels
-
     rows, columns, num_warps = tiles.norm_forward_tile(features)
-    stride = features if out_stride is None else out_stride
     entries = _entries(num_rows, batch, out_entry_rows)
     scalars = {
         "num_rows": num_rows,
@@ -55,14 +50,16 @@ def norm_forward(
     constants = {
         "F": features,
         "FEATURES": columns,
-        **norm.constants(),
+        "CENTRED": norm.is_centred,
         "ROWS": rows,
-        "OUT_STRIDE": stride,
+        "OUT_STRIDE": features,
         "ENTRIES": entries.are_apart,
-        "INT64": needs_int64(entries.last_row + rows, max(stride, 2 * features)),
+        "INT64": needs_int64(entries.last_row + rows, 2 * features),
         "num_warps": num_warps,
     }
-    return Launch(kernels.norm_fwd, (-(-num_rows // rows),), scalars, constants)
+    return Launch(
+        kernels.norms_and_activations.norm_fwd, (-(-num_rows // rows),), scalars, constants
+    )
 
 
 def norm_backward(
@@ -75,7 +72,6 @@ def norm_backward(
     first_sum: int,
     is_first: bool = False,
     total: bool = False,
-    normed_stride: int | None = None,
     batch: int = 1,
     normed_entry_rows: int | None = None,
 ) -> Launch:
@@ -97,13 +93,10 @@ def norm_backward(
     is_first : bool
     total : bool
         Whether to sum grad_total too.
-    normed_stride, normed_entry_rows : int or None
-        Layout of both `normed` and `grad_normed`, like `out` in `norm_forward`.
+    normed_entry_rows : int or None
+        Rows of both `normed` and `grad_normed` in each batch entry, as of `out` in `norm_forward`.
     """
-    from anemoi_gt.kernels import norms_and_activations as kernels
-
     rows, columns, num_warps = tiles.norm_backward_tile(features)
-    stride = features if normed_stride is None else normed_stride
     entries = _entries(num_rows, batch, normed_entry_rows)
     scalars = {
         "num_rows": num_rows,
@@ -115,25 +108,23 @@ def norm_backward(
     constants = {
         "F": features,
         "FEATURES": columns,
-        **norm.constants(),
+        "CENTRED": norm.is_centred,
         "ROWS": rows,
-        "NORMED_STRIDE": stride,
+        "NORMED_STRIDE": features,
         "ENTRIES": entries.are_apart,
         "SUMS": sums,
         "IS_FIRST": is_first,
         "TOTAL": total,
-        "INT64": needs_int64(entries.last_row + 2 * programs * rows, max(stride, 2 * features)),
+        "INT64": needs_int64(entries.last_row + 2 * programs * rows, 2 * features),
         "num_warps": num_warps,
     }
-    return Launch(kernels.norm_bwd, (programs,), scalars, constants)
+    return Launch(kernels.norms_and_activations.norm_bwd, (programs,), scalars, constants)
 
 
 def head_norm_forward(
     num_rows: int, heads: int, channels: int, norm: NormOptions, *, x_stride: int, out_stride: int
 ) -> Launch:
     """Return the launch of `head_norm_fwd`: x, scale -> out; strides are elements between nodes."""
-    from anemoi_gt.kernels import norms_and_activations as kernels
-
     pairs, columns, num_warps = tiles.head_norm_tile(channels)
     num_pairs = num_rows * heads
     scalars = {"num_pairs": num_pairs, "eps": float(norm.eps)}
@@ -141,14 +132,16 @@ def head_norm_forward(
         "H": heads,
         "C": channels,
         "CHANNELS": columns,
-        **norm.constants(),
+        "CENTRED": norm.is_centred,
         "PAIRS": pairs,
         "X_STRIDE": x_stride,
         "OUT_STRIDE": out_stride,
         "INT64": _pairs_need_int64(num_pairs + pairs, heads, x_stride, out_stride),
         "num_warps": num_warps,
     }
-    return Launch(kernels.head_norm_fwd, (-(-num_pairs // pairs),), scalars, constants)
+    return Launch(
+        kernels.norms_and_activations.head_norm_fwd, (-(-num_pairs // pairs),), scalars, constants
+    )
 
 
 def head_norm_backward(
@@ -159,7 +152,6 @@ def head_norm_backward(
     *,
     x_stride: int,
     grad_stride: int,
-    dx_stride: int,
     programs: int,
     sums: int,
     first_sum: int,
@@ -167,11 +159,9 @@ def head_norm_backward(
 ) -> Launch:
     """Return the launch of `head_norm_bwd`: x, grad_normed, scale -> dx, partial.
 
-    Strides are elements between nodes. The columns of `partial` from `first_sum` on are `channels`
-    sums of dscale.
+    Strides are elements between nodes; dx may take the place of grad_normed, and lies as it does.
+    The columns of `partial` from `first_sum` on are `channels` sums of dscale.
     """
-    from anemoi_gt.kernels import norms_and_activations as kernels
-
     pairs, columns, num_warps = tiles.head_norm_tile(channels)
     num_pairs = num_rows * heads
     last_pair = num_pairs + 2 * programs * pairs
@@ -180,17 +170,17 @@ def head_norm_backward(
         "H": heads,
         "C": channels,
         "CHANNELS": columns,
-        **norm.constants(),
+        "CENTRED": norm.is_centred,
         "PAIRS": pairs,
         "X_STRIDE": x_stride,
         "GRAD_STRIDE": grad_stride,
-        "DX_STRIDE": dx_stride,
+        "DX_STRIDE": grad_stride,
         "SUMS": sums,
         "IS_FIRST": is_first,
-        "INT64": _pairs_need_int64(last_pair, heads, x_stride, grad_stride, dx_stride),
+        "INT64": _pairs_need_int64(last_pair, heads, x_stride, grad_stride),
         "num_warps": num_warps,
     }
-    return Launch(kernels.head_norm_bwd, (programs,), scalars, constants)
+    return Launch(kernels.norms_and_activations.head_norm_bwd, (programs,), scalars, constants)
 
 
 def activation_forward(num_rows: int, features: int, activation: str, *, gated: bool) -> Launch:
@@ -199,8 +189,6 @@ def activation_forward(num_rows: int, features: int, activation: str, *, gated: 
     `hidden` has the same shape; if `gated`, twice the columns: the gate, which `activation` is
     applied to, then the value.
     """
-    from anemoi_gt.kernels import norms_and_activations as kernels
-
     rows, columns, num_warps = tiles.activation_tile(features)
     width = 2 * features if gated else features
     constants = {
@@ -213,7 +201,9 @@ def activation_forward(num_rows: int, features: int, activation: str, *, gated: 
         "num_warps": num_warps,
     }
     grid = (-(-num_rows // rows), -(-features // columns))
-    return Launch(kernels.activation_fwd, grid, {"num_rows": num_rows}, constants)
+    return Launch(
+        kernels.norms_and_activations.activation_fwd, grid, {"num_rows": num_rows}, constants
+    )
 
 
 def activation_backward(
@@ -232,8 +222,6 @@ def activation_backward(
     Its tensors are hidden, grad_activated -> activated, grad_hidden, partial. The sums of the
     columns of grad_hidden are the columns of `partial` from `first_sum` on.
     """
-    from anemoi_gt.kernels import norms_and_activations as kernels
-
     tile_of = tiles.gate_backward_tile if gated else tiles.activation_tile
     rows, columns, num_warps = tile_of(features)
     width = 2 * features if gated else features
@@ -250,7 +238,160 @@ def activation_backward(
         "num_warps": num_warps,
     }
     grid = (programs, -(-features // columns))
-    return Launch(kernels.activation_bwd, grid, scalars, constants)
+    return Launch(kernels.norms_and_activations.activation_bwd, grid, scalars, constants)
+
+
+def edge_ends(num_dst: int, num_edges: int) -> Launch:
+    """Return the launch of `edge_ends`: colptr, row, perm -> dst, src [num_edges]."""
+    scalars = {"num_dst": num_dst, "num_edges": num_edges, "steps": num_dst.bit_length()}
+    constants = {"EDGES": tiles.ENDS, "INT64": num_edges + tiles.ENDS >= 2**31, "num_warps": 4}
+    return Launch(kernels.interaction.edge_ends, (-(-num_edges // tiles.ENDS),), scalars, constants)
+
+
+def gather_activation(
+    num_rows: int,
+    features: int,
+    activation: str,
+    *,
+    gated: bool,
+    first_row: int,
+    num_edges: int,
+    num_dst: int,
+    num_src: int,
+    batch: int,
+) -> Launch:
+    """Return the launch of `gather_activation`: p, at_dst, at_src, dst, src -> p, out.
+
+    `num_rows` rows of edges begin at row `first_row` of [batch * num_edges]; `features` are the
+    columns of `out`.
+    """
+    rows, columns, num_warps = tiles.activation_tile(features)
+    width = 2 * features if gated else features
+    scalars = {
+        "num_rows": num_rows,
+        "first_row": first_row,
+        "num_edges": num_edges,
+        "num_dst": num_dst,
+        "num_src": num_src,
+    }
+    most_rows = max(num_rows + rows, batch * num_dst, batch * num_src)
+    constants = {
+        "K": features,
+        "COLUMNS": columns,
+        "ROWS": rows,
+        "ACTIVATION": activation,
+        "GATED": gated,
+        "ENTRIES": batch > 1,
+        "INT64": needs_int64(most_rows, width) or first_row + num_rows + rows >= 2**31,
+        "num_warps": num_warps,
+    }
+    grid = (-(-num_rows // rows), -(-features // columns))
+    return Launch(kernels.interaction.gather_activation, grid, scalars, constants)
+
+
+def residual_norm_forward(num_rows: int, features: int, norm: NormOptions) -> Launch:
+    """Return the launch of `residual_norm_fwd`: r, x, scale, shift -> y."""
+    rows, columns, num_warps = tiles.norm_forward_tile(features)
+    scalars = {"num_rows": num_rows, "eps": float(norm.eps)}
+    constants = {
+        "F": features,
+        "FEATURES": columns,
+        "CENTRED": norm.is_centred,
+        "ROWS": rows,
+        "INT64": needs_int64(num_rows + rows, features),
+        "num_warps": num_warps,
+    }
+    return Launch(
+        kernels.interaction.residual_norm_fwd, (-(-num_rows // rows),), scalars, constants
+    )
+
+
+def residual_norm_backward(
+    num_rows: int,
+    features: int,
+    norm: NormOptions,
+    *,
+    programs: int,
+    sums: int,
+    first_sum: int,
+    is_first: bool,
+) -> Launch:
+    """Return the launch of `residual_norm_bwd`: r, grad, scale -> dr, dx, partial.
+
+    The columns of `partial` from `first_sum` on are `features` sums of dscale, the same number of
+    dshift, and of dr.
+    """
+    rows, columns, num_warps = tiles.residual_norm_tile(features)
+    scalars = {"num_rows": num_rows, "first_sum": first_sum, "eps": float(norm.eps)}
+    most_rows = num_rows + 2 * programs * rows
+    constants = {
+        "F": features,
+        "FEATURES": columns,
+        "CENTRED": norm.is_centred,
+        "ROWS": rows,
+        "DR_STRIDE": features,
+        "SUMS": sums,
+        "IS_FIRST": is_first,
+        "INT64": needs_int64(most_rows, features),
+        "num_warps": num_warps,
+    }
+    return Launch(kernels.interaction.residual_norm_bwd, (programs,), scalars, constants)
+
+
+def segment_sum(
+    features: int, *, num_nodes: int, num_edges: int, batch: int, segment: int
+) -> Launch:
+    """Return the launch of `segment_sum`: x, pointers, order, perm -> out, segments.
+
+    `segment` is the number of edges of a hub's segment, 0 without hubs.
+    """
+    edges, columns, num_warps = tiles.segment_sum_tile(features)
+    spans = -(-num_edges // segment) if segment else 0
+    constants = {
+        "W": features,
+        "COLUMNS": columns,
+        "EDGES": edges,
+        "SEGMENT": segment,
+        "INT64": needs_int64(batch * max(num_edges, num_nodes) + edges, features),
+        "num_warps": num_warps,
+    }
+    grid = (batch * (spans + num_nodes), -(-features // columns))
+    scalars = {"num_nodes": num_nodes, "num_edges": num_edges}
+    return Launch(kernels.interaction.segment_sum, grid, scalars, constants)
+
+
+def join_segment_sums(
+    features: int, *, num_nodes: int, num_edges: int, batch: int, segment: int
+) -> Launch:
+    """Return the launch of `join_segment_sums`: segments, pointers -> out."""
+    _, columns, num_warps = tiles.segment_sum_tile(features)
+    spans = -(-num_edges // segment)
+    constants = {
+        "W": features,
+        "COLUMNS": columns,
+        "SEGMENTS": tiles.JOINED_SEGMENTS,
+        "SEGMENT": segment,
+        "INT64": needs_int64(batch * max(num_edges, num_nodes), features),
+        "num_warps": num_warps,
+    }
+    grid = (batch * spans, -(-features // columns))
+    scalars = {"num_nodes": num_nodes, "num_edges": num_edges}
+    return Launch(kernels.interaction.join_segment_sums, grid, scalars, constants)
+
+
+def gather_to_edges(features: int, *, num_dst: int, num_edges: int, batch: int) -> Launch:
+    """Return the launch of `gather_to_edges`: x, addend, colptr, perm -> out."""
+    edges, columns, num_warps = tiles.gather_tile(features)
+    constants = {
+        "W": features,
+        "COLUMNS": columns,
+        "EDGES": edges,
+        "INT64": needs_int64(batch * max(num_edges, num_dst) + edges, features),
+        "num_warps": num_warps,
+    }
+    grid = (-(-num_edges // edges), -(-features // columns), batch)
+    scalars = {"num_dst": num_dst, "num_edges": num_edges, "steps": num_dst.bit_length()}
+    return Launch(kernels.interaction.gather_to_edges, grid, scalars, constants)
 
 
 class _Entries(NamedTuple):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from anemoi_gt.ops.tensors import Linear, Norm, NormOptions
-from anemoi_gt.ops.triton_backend import interaction_launches, row_launches, tiles
+from anemoi_gt.ops.triton_backend import row_launches, tiles
 from anemoi_gt.ops.triton_backend.derived_passes import Pass, Run
 from anemoi_gt.ops.triton_backend.formula import (
     Key,
@@ -125,9 +125,8 @@ class NormNode(Node):
             )
         self._copy_halo(run, out)
 
-    def backward(self, run: Run, grad: Buffer | None) -> None:
+    def backward(self, run: Run, grad: Buffer) -> None:
         """Write dx, and offer n."""
-        assert grad is not None  # no formula returns n
         builder = run.builder
         x_value = self.inputs[0]
         x, dx, total = run.value(x_value), run.write(x_value), run.residual(x_value)
@@ -162,7 +161,7 @@ class NormNode(Node):
         self, run: Run, begin: int, end: int, entry_rows: int | None, **buffers: Buffer | None
     ) -> None:
         builder = run.builder
-        sums, first_sum = run.sums(self)
+        sums, first_sum = run.call.sums[self]
         num_rows, features = end - begin, self.out.shape[1]
         is_first = run.begin + begin == 0
         batch = 1 if entry_rows is None or self.halo is None else self.halo.batch
@@ -386,9 +385,8 @@ class LinearNode(Node):
         if y != out:
             builder.resize(y, out)
 
-    def backward(self, run: Run, grad: Buffer | None) -> None:
+    def backward(self, run: Run, grad: Buffer) -> None:
         """Write dx, or add to what other nodes wrote, and the gradient of W."""
-        assert grad is not None  # its output is read, or the only result
         if self in run.call.sums:
             self._sum_biases(run, grad)
         dy = grad
@@ -419,7 +417,7 @@ class LinearNode(Node):
                 is_first = False
 
     def _sum_biases(self, run: Run, grad: Buffer) -> None:
-        sums, _ = run.sums(self)
+        sums, _ = run.call.sums[self]
         whole = run.call.gradients.get(self.out)
         if whole is not None:  # one launch, not one a chunk
             if not run.is_first:
@@ -523,11 +521,10 @@ class ActivationNode(Node):
         )
         run.builder.launch(launch, hidden=run.value(self.inputs[0]), out=out)
 
-    def backward(self, run: Run, grad: Buffer | None) -> None:
+    def backward(self, run: Run, grad: Buffer) -> None:
         """Write dh, and offer a."""
-        assert grad is not None  # no formula returns a
         hidden = self.inputs[0]
-        sums, first_sum = run.sums(self)
+        sums, first_sum = run.call.sums[self]
         launch = row_launches.activation_backward(
             grad.shape[0],
             grad.shape[1],
@@ -565,12 +562,11 @@ class AddNode(Node):
         x, delta = self.inputs
         run.builder.add(run.value(x), run.value(delta), out)
 
-    def backward(self, run: Run, grad: Buffer | None) -> None:
+    def backward(self, run: Run, grad: Buffer) -> None:
         """Cast dy."""
-        assert grad is not None  # the only result
         x, delta = self.inputs
         run.call.residuals[x] = run.call.gradient_of(self.out)
-        run.hand_on(delta, run.builder.cast(grad, delta.dtype))
+        run.gradients[delta] = run.builder.cast(grad, delta.dtype)
 
 
 class ResidualNormNode(Node):
@@ -610,9 +606,7 @@ class ResidualNormNode(Node):
         if not self.has_norm:
             run.builder.add(r, x, out)
             return
-        launch = interaction_launches.residual_norm_forward(
-            out.shape[0], out.shape[1], self.options
-        )
+        launch = row_launches.residual_norm_forward(out.shape[0], out.shape[1], self.options)
         run.builder.launch(
             launch,
             r=r,
@@ -622,17 +616,16 @@ class ResidualNormNode(Node):
             y=out,
         )
 
-    def backward(self, run: Run, grad: Buffer | None) -> None:
+    def backward(self, run: Run, grad: Buffer) -> None:
         """Write dr, and dx."""
         r, *x = self.inputs
         dr = run.write(r)
         dx = run.write(x[0]) if x and run.needs(x[0]) else None
-        sums, first_sum = run.sums(self)
-        launch = interaction_launches.residual_norm_backward(
+        sums, first_sum = run.call.sums[self]
+        launch = row_launches.residual_norm_backward(
             dr.shape[0],
             dr.shape[1],
             self.options,
-            dr_stride=dr.shape[1],
             programs=sums.programs,
             sums=sums.width,
             first_sum=first_sum,

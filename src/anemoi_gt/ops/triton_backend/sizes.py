@@ -1,13 +1,13 @@
-"""The sizes of a call, which decide its kernels, tiles and memory, and its index tensors."""
+"""The sizes of a call, which decide its kernels, tiles and memory."""
 
 from collections.abc import Callable
 from typing import Generic, NamedTuple
 
 import torch
-from torch import Tensor
 
-from anemoi_gt.graph import GraphStructure
-from anemoi_gt.ops.tensors import AttentionOperands, Held, Operand
+from anemoi_gt.ops.dtypes import scratch_dtype
+from anemoi_gt.ops.operator import Spec
+from anemoi_gt.ops.tensors import AttentionOperands, Held, IndexTensors, Operand
 from anemoi_gt.ops.triton_backend.tiles import TUNING, Shape, attribute_columns
 
 # rows may be read as packed 16-bit pairs
@@ -17,31 +17,12 @@ PACKED_DTYPES = {
 }
 
 
-class IndexTensors(NamedTuple, Generic[Held]):
-    """The index tensors of a `GraphStructure`, by name; the reverse structure only if read."""
+class Kept(NamedTuple, Generic[Held]):
+    """What a forward pass keeps for the backward pass."""
 
-    colptr: Held  # [N_dst + 1]
-    row: Held  # [E]
-    perm: Held | None = None  # [E]
-    global_edge_id: Held | None = None  # [E] int64
-    fixed_in_degree: Held | None = None  # [K, 0]
-    rowptr: Held | None = None  # [N_src + 1]
-    col: Held | None = None  # [E]
-    csr_to_csc: Held | None = None  # [E]
-    dst_hubs: Held | None = None  # [257, 0]: the number of edges from which a node is a hub
-    src_hubs: Held | None = None
-
-    @classmethod
-    def of(cls, graph: GraphStructure) -> "IndexTensors[Tensor]":
-        """Collect the index tensors of `graph`."""
-        return IndexTensors(*[getattr(graph, name) for name in cls._fields])
-
-
-class Constants(NamedTuple, Generic[Held]):
-    """All tensors of a call of edge attention that are not differentiated."""
-
-    graph: IndexTensors[Held]
-    seed: Held | None  # [1] int64, with dropout
+    inv_denominator: Held  # [B, N_dst, H]; with hubs, rows of segments follow those of nodes
+    exp_scores: Held  # [B, E, H]
+    projected: Held | None = None  # [B, N_dst, H, columns]; None without raw attributes
 
 
 class Sizes(NamedTuple):
@@ -120,11 +101,17 @@ class Sizes(NamedTuple):
         """The work of the kernel over sources, which gathers destination rows one by one."""
         return Shape(self.heads, self.channels, 0, self.degree(self.num_src), self.dtype.itemsize)
 
-    def inverse_shape(self, statistic_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of inv_denominator, like lse; with hubs, segment rows follow."""
-        if not self.inverse_segment:
-            return statistic_shape
-        return self.batch * (self.num_dst + self.spans(self.inverse_segment)), self.heads
+    def kept(self, lse_shape: tuple[int, ...]) -> Kept[Spec]:
+        """Return shapes and dtypes of what the forward pass keeps."""
+        inverse_shape = lse_shape
+        if self.inverse_segment:
+            num_rows = self.batch * (self.num_dst + self.spans(self.inverse_segment))
+            inverse_shape = (num_rows, self.heads)
+        projected = None
+        if self.edge_dim:
+            projected = ((*lse_shape, self.columns), scratch_dtype(self.dtype))
+        exp_shape = (self.batch, self.num_edges, self.heads)
+        return Kept((inverse_shape, torch.float32), (exp_shape, torch.float32), projected)
 
 
 def sizes_of(

@@ -6,6 +6,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from anemoi_gt import kernels
 from anemoi_gt.kernels.launch import Launch
 from anemoi_gt.ops.triton_backend import tiles
 from anemoi_gt.ops.triton_backend.packing import PackedWeights, Piece
@@ -56,8 +57,6 @@ class SublayerBuilder(PlanBuilder):
         self, groups: Mapping[str, Sequence[Piece[Buffer]]], packed: Buffer
     ) -> dict[str, Buffer]:
         """Cast groups of parameters into `packed` by one launch; return each group in it."""
-        from anemoi_gt.kernels import elementwise
-
         layout = PackedWeights.of(groups)
         sizes = []
         firsts = []
@@ -77,7 +76,7 @@ class SublayerBuilder(PlanBuilder):
                 sources.append(piece.source)
                 first += prod(piece.shape)
         num_tiles = sum(-(-size // tiles.PACK_ELEMENTS) for size in sizes)
-        absent = elementwise.PACKED - len(sources)
+        absent = kernels.elementwise.PACKED - len(sources)
         constants = {
             "SIZES": (*sizes, *(absent * (0,))),
             "FIRSTS": (*firsts, *(absent * (0,))),
@@ -88,7 +87,7 @@ class SublayerBuilder(PlanBuilder):
         }
         sources += absent * [None]
         buffers = {f"source{number}": source for number, source in enumerate(sources)}
-        launch = Launch(elementwise.pack, (num_tiles,), {}, constants)
+        launch = Launch(kernels.elementwise.pack, (num_tiles,), {}, constants)
         self.launch(launch, **buffers, addend=addend, packed=packed)
         return layout.views(packed)
 
@@ -135,8 +134,6 @@ class SublayerBuilder(PlanBuilder):
             self._add_outer(dy.slice(0, aligned, num_rows), x.slice(0, aligned, num_rows), total)
 
     def _add_outer(self, dy: Buffer, x: Buffer, total: Buffer) -> None:
-        from anemoi_gt.kernels import elementwise
-
         m, k = total.shape
         tile_m, tile_k = tiles.outer_tile(m, k)
         constants = {
@@ -151,7 +148,7 @@ class SublayerBuilder(PlanBuilder):
             "num_warps": 4,
         }
         grid = (-(-m // tile_m), -(-k // tile_k))
-        launch = Launch(elementwise.add_outer, grid, {"num_rows": dy.shape[0]}, constants)
+        launch = Launch(kernels.elementwise.add_outer, grid, {"num_rows": dy.shape[0]}, constants)
         self.launch(launch, dy=dy, x=x, total=total)
 
     def cast(self, x: Buffer, dtype: torch.dtype) -> Buffer:
@@ -164,8 +161,6 @@ class SublayerBuilder(PlanBuilder):
 
     def add(self, x: Buffer, y: Buffer | None, out: Buffer) -> None:
         """Write x + y, or x, into `out` in its dtype; all are contiguous."""
-        from anemoi_gt.kernels import elementwise
-
         numel = prod(x.shape)
         unit = 16 if numel % 16 == 0 else 1
         constants = {
@@ -175,7 +170,9 @@ class SublayerBuilder(PlanBuilder):
             "num_warps": 4,
         }
         scalars = {"num_units": numel // unit}
-        launch = Launch(elementwise.add, (-(-numel // tiles.ADD_ELEMENTS),), scalars, constants)
+        launch = Launch(
+            kernels.elementwise.add, (-(-numel // tiles.ADD_ELEMENTS),), scalars, constants
+        )
         self.launch(launch, x=x, y=y, out=out)
 
     def copy(self, source: Buffer, target: Buffer) -> None:
@@ -188,8 +185,6 @@ class SublayerBuilder(PlanBuilder):
 
     def resize(self, x: Buffer, out: Buffer) -> None:
         """Copy x [N, W] into `out` [N_out, W_out] in its dtype; zeros where x has no element."""
-        from anemoi_gt.kernels import elementwise
-
         if x.shape == out.shape:
             self.add(x, None, out)
             return
@@ -207,13 +202,11 @@ class SublayerBuilder(PlanBuilder):
         }
         scalars = {"num_rows": num_rows, "out_rows": out_rows}
         grid = (-(-out_rows // rows), -(-out_width // columns))
-        launch = Launch(elementwise.resize, grid, scalars, constants)
+        launch = Launch(kernels.elementwise.resize, grid, scalars, constants)
         self.launch(launch, x=x, out=out)
 
     def map_total(self, weight: Buffer, total: Buffer, out: Buffer) -> None:
         """Write W^T total [W] into `out`, of W [F, W] and total [F]."""
-        from anemoi_gt.kernels import elementwise
-
         features, width = weight.shape
         constants = {
             "F": features,
@@ -222,7 +215,9 @@ class SublayerBuilder(PlanBuilder):
             "COLUMNS": tiles.TOTAL_COLUMNS,
             "num_warps": tiles.TOTAL_WARPS,
         }
-        launch = Launch(elementwise.map_total, (-(-width // tiles.TOTAL_COLUMNS),), {}, constants)
+        launch = Launch(
+            kernels.elementwise.map_total, (-(-width // tiles.TOTAL_COLUMNS),), {}, constants
+        )
         self.launch(launch, weight=weight, total=total, out=out)
 
 
@@ -244,8 +239,6 @@ class NodeSums:
 
     def sum_rows(self, name: Hashable, rows: Buffer, *, is_first: bool) -> None:
         """Write the sums of rows [N, W] into the columns called `name`, or add them."""
-        from anemoi_gt.kernels import elementwise
-
         num_rows, width = rows.shape
         columns = min(tiles.SUM_COLUMNS, next_power_of_two(width))
         constants = {
@@ -260,13 +253,11 @@ class NodeSums:
         }
         scalars = {"num_rows": num_rows, "first_sum": self.columns[name].start}
         grid = (self.programs, -(-width // columns))
-        launch = Launch(elementwise.sum_columns, grid, scalars, constants)
+        launch = Launch(kernels.elementwise.sum_columns, grid, scalars, constants)
         self.builder.launch(launch, rows=rows, partial=self.partial)
 
     def reduce_into(self, total: Buffer) -> None:
         """Write the sums of all columns into `total` [width]."""
-        from anemoi_gt.kernels import elementwise
-
         constants = {
             "P": self.programs,
             "SUMS": self.width,
@@ -275,5 +266,5 @@ class NodeSums:
             "num_warps": tiles.TOTAL_WARPS,
         }
         grid = (-(-self.width // tiles.TOTAL_COLUMNS),)
-        launch = Launch(elementwise.sum_partial, grid, {}, constants)
+        launch = Launch(kernels.elementwise.sum_partial, grid, {}, constants)
         self.builder.launch(launch, partial=self.partial, total=total)
