@@ -40,7 +40,7 @@ from anemoi_gt.app.datasets.forecast_dataset import (
     find_start,
 )
 from anemoi_gt.app.datasets.physical import PhysicalInputs, day_angle, year_angle
-from anemoi_gt.app.datasets.readers import READERS
+from anemoi_gt.app.datasets.readers import READERS, read_files
 from anemoi_gt.app.datasets.roles import (
     ChosenRoles,
     choose_roles,
@@ -107,7 +107,7 @@ def field_data(
     check_integer("input_steps", input_steps)
     check_positive("lead_time", lead_time, ", in hours")
     chosen = ChosenRoles(variables, diagnostics, forcings)
-    grouped = group(READERS[format](path))
+    grouped = group(read_files(path, format))
     if schema is None:
         fields = arrange(select(grouped, chosen))
     else:
