@@ -121,7 +121,7 @@ def test_a_backend_that_cannot_run_is_refused_with_its_reason_before_training(
         ("training.learning_rate=true", "training.learning_rate must be float, got True"),
         ("graph.refinement=abc", "graph.refinement must be int, got 'abc'"),
         ("data.grid_name=[O4]", "data.grid_name must be str, got ['O4']"),
-        ("resume=maybe", "resume must be bool, got 'maybe'"),
+        ("resume=maybe", "resume must be true or false, got 'maybe'"),
         ("training.seed=???", "training.seed must be given, as training.seed=VALUE"),
         (
             "model.channels=7",

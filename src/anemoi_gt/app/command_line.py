@@ -17,31 +17,6 @@ if TYPE_CHECKING:
 GROUPS = ("data", "graph", "kernels", "model", "training")
 
 
-# Types of the options outside the groups, by the name of the application, hydra.job.name.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "train": {
-        "resume": bool,
-        "init_from": str | None,
-        "explain": str | None,
-        "plots.variables": list[str] | None,
-    },
-    "evaluate": {
-        "checkpoint": str,
-        "rollout": int,
-        "explain": str | None,
-        "plots.variables": list[str] | None,
-    },
-    "rollout": {
-        "checkpoint": str,
-        "steps": int,
-        "sample": int | None,
-        "start": Any,
-        "out": str,
-    },
-    "export": {"checkpoint": str, "out": str, "max_batch": int, "precision": str},
-}
-
-
 class CommandLineError(Exception):
     """Hydra cannot compose a config from the arguments."""
 

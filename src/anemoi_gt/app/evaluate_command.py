@@ -153,7 +153,7 @@ def write_explanation(
         explanation = explain(model, batch.inputs)
     if target == "print":
         return str(explanation)
-    path = hydra_app.output_folder() / target
+    path = hydra_app.output_folder() / str(target)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".json":
         path.write_text(json.dumps(explanation.to_dict(), indent=1))
