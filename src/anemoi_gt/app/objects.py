@@ -13,10 +13,15 @@ from torch import nn
 from anemoi_gt.app.command_line import GROUPS
 from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset, Splits
 from anemoi_gt.app.datasets.schema import DataSchema
-from anemoi_gt.app.trained import check_same_network, config_of, current_target, schema_of
 from anemoi_gt.app.training import TrainingConfig
 from anemoi_gt.app.training.config import choose_device
 from anemoi_gt.app.training.run_files import load_checkpoint, load_weights
+from anemoi_gt.app.training.run_folder import (
+    check_same_network,
+    config_of,
+    current_target,
+    schema_of,
+)
 from anemoi_gt.data.graphs import check_fit
 from anemoi_gt.kernel_config import KernelConfig
 from anemoi_gt.ops.backend import Dtypes
@@ -104,10 +109,10 @@ def build_trained(config: "DictConfig") -> tuple[Run, int | None]:
 
     path = Path(config.checkpoint)
     state = load_checkpoint(path)
-    run = build(config, schema_of(state.get("schema"), path))
+    run = build(config, schema_of(state, path))
     load_weights(run.model, state)
     values = OmegaConf.to_container(config, resolve=True)
-    check_same_network(config_of(state["config"], path), values)
+    check_same_network(config_of(state, path), values)
     run.model.to(choose_device(run.training.device)).eval()
     return run, state.get("step")
 

@@ -32,7 +32,6 @@ from anemoi_gt.app.datasets.forecast_dataset import (
 )
 from anemoi_gt.app.evaluate_command import write_explanation, write_report
 from anemoi_gt.app.plots import chosen_variables
-from anemoi_gt.app.trained import config_of, flatten, schema_of
 from anemoi_gt.app.training import Trainer, TrainingConfig
 from anemoi_gt.app.training.config import choose_device, cpu_threads
 from anemoi_gt.app.training.loggers import import_logger, open_metrics
@@ -45,11 +44,14 @@ from anemoi_gt.app.training.run_folder import (
     ONE_PROCESS,
     TORCHRUN,
     checkpoint_to_continue,
+    config_of,
     find_run,
+    flatten,
     has_records,
     own,
     read_config,
     read_run,
+    schema_of,
     write_config,
 )
 from anemoi_gt.app.training.sharded import check_same_data, fit_sharded, make_sharded_trainer
@@ -80,6 +82,8 @@ RANKS_MAY_DIFFER = ("data.path", "training.device", "training.threads", "kernels
 
 def prepare(config: "hydra_app.DictConfig") -> Callable[[], float | None]:
     """Build the objects of a config, and return a function that trains the model."""
+    if not isinstance(config.resume, bool):
+        raise ValueError(f"resume must be true or false, got {config.resume!r}")
     objects.check_types(config, "sharding")
     if is_launched():
         if config.explain is not None:
@@ -142,7 +146,7 @@ def build_data(
     schema = None
     if state is not None:
         config.init_from = None  # the weights come from the checkpoint
-        schema = schema_of(state.get("schema"), folder / LAST)
+        schema = schema_of(state, folder / LAST)
     splits, training = objects.build_data(config, schema)
     for split in splits:
         split.require_samples()
@@ -180,7 +184,7 @@ def checkpoint_to_resume(
         check_start(folder, description, resume=resume)
         return None
     state = read_run(path)
-    before = config_of(state.get("config"), path)
+    before = config_of(state, path)
     check_same_config(path, before, description)
     return state
 
@@ -409,7 +413,7 @@ def primary_config(arguments: list[str]) -> str:
     if checkpoint is None:
         config = read_config(Path(folder))
     else:
-        config = config_of(read_run(checkpoint).get("config"), checkpoint)
+        config = config_of(read_run(checkpoint), checkpoint)
     keys = {argument.lstrip("+~").split("=")[0].split("@")[0] for argument in arguments}
     if config is None or keys & set(GROUPS):
         return "train"
