@@ -174,11 +174,10 @@ def roll_out(model: nn.Module, dataset: ForecastDataset, i: int, steps: int) -> 
     """Roll out a model from sample i; return one outcome per step, on the CPU.
 
     The model must be in evaluation mode. Raises ValueError if the data set does not support
-    rollouts (`advance`), `i` is out of range, or `steps` is below 1.
+    rollouts (`advance`) or `steps` is below 1, and IndexError if `i` is out of range.
     """
     check_integer("steps", steps)
-    if not 0 <= i < len(dataset):
-        raise ValueError(f"i must be a sample index in [0, {len(dataset)}), got {i}")
+    dataset.check_sample(i)
     return list(_outcomes(model, dataset, i, steps))
 
 
