@@ -242,13 +242,10 @@ class ForecastDataset(Dataset, ABC):
         has another shape.
         """
         expected = (len(self.nodes), self.out_channels)
-        got: object = type(output).__name__
-        if isinstance(output, Tensor):
-            got = tuple(output.shape)
-        if got != expected:
+        if output.shape != expected:
             raise ValueError(
                 f"output must be a tensor {expected}, one row per node and one column per "
-                f"variable, got {got}"
+                f"variable, got {tuple(output.shape)}"
             )
         return self.add_change(self.reference(i), output)
 
