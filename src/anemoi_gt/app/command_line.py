@@ -33,8 +33,6 @@ def hydra_main(name: str, config_name: str, run: Callable[["DictConfig"], Any]) 
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    groups = "|".join((*GROUPS, "sharding"))  # of which Hydra takes a name, and no null
-    sys.argv[1:] = [re.sub(rf"^({groups})=null$", r"\1='null'", word) for word in sys.argv[1:]]
     main = hydra.main(
         version_base="1.3", config_path="pkg://anemoi_gt.configs", config_name=config_name
     )

@@ -150,15 +150,10 @@ def check_types(config: "DictConfig", *groups: str) -> None:
     """Convert the values of groups to the types in the signatures of their targets.
 
     Types that structured configs do not support are not checked. Raises ValueError for a wrong
-    type, or if the command line removed a group.
+    type.
     """
     from hydra.utils import get_object
 
-    missing = [group for group in groups if group not in config]
-    if missing:
-        raise ValueError(
-            f"the config must have the groups {', '.join(groups)}, got no {', '.join(missing)}"
-        )
     for group in groups:
         config[group]["_target_"] = current_target(config[group]["_target_"])
         target = get_object(config[group]["_target_"])

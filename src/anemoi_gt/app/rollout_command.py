@@ -5,15 +5,12 @@ score rollouts, use `anemoi-gt evaluate`.
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable
 
 from anemoi_gt.app import hydra_app
-from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset
 from anemoi_gt.app.forecast_file import check_forecast_path, join_starts, write_forecast
 from anemoi_gt.app.forecaster import forecast_members
-from anemoi_gt.app.objects import Run, build_trained
+from anemoi_gt.app.objects import build_trained
 from anemoi_gt.app.training.config import cpu_threads
 from anemoi_gt.extras import import_extra
 from anemoi_gt.option_checks import check_integer
@@ -51,20 +48,18 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], None]:
         chosen = [(test, range(sample, sample + 1))]
     for dataset, samples in chosen:
         dataset.advance(samples[0], [])  # raise if there are no rollouts
-    return partial(rollout, run, chosen, config.steps, path)
 
+    def rollout() -> None:
+        """Write the forecasts of all starts, one per member, to one file."""
+        forecasts = []
+        for dataset, samples in chosen:
+            with cpu_threads(run.training.threads):
+                forecasts.append(forecast_members(run.model, dataset, samples, config.steps))
+            log.info("%s, %d steps", dataset.title(samples[0]), config.steps)
+        write_forecast(path, join_starts(forecasts))
+        log.info("written: %s", path)
 
-def rollout(
-    run: Run, chosen: Sequence[tuple[ForecastDataset, range]], steps: int, path: Path
-) -> None:
-    """Write forecasts of `steps` steps from samples of data sets: a start each, one per member."""
-    forecasts = []
-    for dataset, samples in chosen:
-        with cpu_threads(run.training.threads):
-            forecasts.append(forecast_members(run.model, dataset, samples, steps))
-        log.info("%s, %d steps", dataset.title(samples[0]), steps)
-    write_forecast(path, join_starts(forecasts))
-    log.info("written: %s", path)
+    return rollout
 
 
 def main() -> None:

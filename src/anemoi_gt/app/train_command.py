@@ -27,10 +27,13 @@ from anemoi_gt.app.datasets.fields import minutes
 from anemoi_gt.app.datasets.forecast_dataset import (
     Splits,
     share_of_batch,
-    starts_in_training,
     with_units,
 )
-from anemoi_gt.app.evaluate_command import write_explanation, write_report
+from anemoi_gt.app.evaluate_command import (
+    warn_of_training_samples,
+    write_explanation,
+    write_report,
+)
 from anemoi_gt.app.plots import chosen_variables
 from anemoi_gt.app.training import Trainer, TrainingConfig
 from anemoi_gt.app.training.config import choose_device, cpu_threads
@@ -180,13 +183,17 @@ def checkpoint_to_resume(
     folder holds a run but `resume` is False, or the run is of the other kind or has another config.
     """
     path = checkpoint_to_continue(folder, writer, resume=resume)
-    if path is None:
-        check_start(folder, description, resume=resume)
-        return None
-    state = read_run(path)
-    before = config_of(state, path)
-    check_same_config(path, before, description)
-    return state
+    if path is not None:
+        state = read_run(path)
+        check_same_config(path, config_of(state, path), description)
+        return state
+    config = read_config(folder) if has_records(folder) else None
+    if config is not None:  # of a run that ended before its first checkpoint, and starts again
+        own_config = {group: config[group] for group in description if group in config}
+        check_same_config(folder / CONFIG, own_config, description)
+    if resume:
+        log.info("%s holds no checkpoint: the run starts at step 0", folder)
+    return None
 
 
 def check_periods(splits: Splits, config: "hydra_app.DictConfig") -> None:
@@ -204,38 +211,13 @@ def check_periods(splits: Splits, config: "hydra_app.DictConfig") -> None:
             f"a run is continued with its training samples, which start {text}; those of the data "
             f"start {now}: give data.train, data.valid and data.test as dates"
         )
-    for name, split in (("validation", splits.valid), ("test", splits.test)):
-        count, period = starts_in_training(split)
-        if count:
-            log.warning(
-                "%d of %d %s samples start in the training period, %s",
-                *(count, len(split), name, period),
-            )
+    warn_of_training_samples("validation", splits.valid)
+    warn_of_training_samples("test", splits.test)
 
 
 def _period(label: str, first: str, last: str) -> str:
     """Return the training period of a member as text."""
     return f"{first} to {last}" + (f", member {label}" if label else "")
-
-
-def check_start(folder: Path, description: dict, *, resume: bool) -> None:
-    """Log that a run with `resume` starts at step 0; raise ValueError if it would be another run.
-
-    A run that ended before its first checkpoint starts again with its own config.
-    """
-    if not resume:
-        return
-    config = read_config(folder) if has_records(folder) else None
-    if config is None:
-        log.info("%s holds no checkpoint: the run starts at step 0", folder)
-        return
-    own_config = {group: config[group] for group in description if group in config}
-    check_same_config(folder / CONFIG, own_config, description)
-    log.info(
-        "%s holds metrics and no checkpoint: the run starts again at step 0, with the config in %s",
-        folder,
-        CONFIG,
-    )
 
 
 def check_same_config(path: Path, before: dict, now: dict) -> None:

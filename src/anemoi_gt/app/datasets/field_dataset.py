@@ -240,6 +240,7 @@ class FieldDataset(ForecastDataset):
         self.change_std = self.statistics.change_std
         self.weights = self.statistics.weights(states.node_weights)
         self.encoding = FieldInputs(states, self.statistics)
+        self._compares = self.statistics.of_model  # the first inputs, once
 
     def within(self, period: np.ndarray) -> "FieldDataset":
         """Return the samples of a period [T] bool that have inputs and truth.
@@ -298,7 +299,7 @@ class FieldDataset(ForecastDataset):
 
     def normalised_by(self, normalisation: Mapping[str, Tensor]) -> "FieldDataset":
         """Return the same samples, normalised by the statistics of `normalisation`."""
-        statistics = Statistics.of_model(normalisation, self.statistics.missing)
+        statistics = Statistics.of_trained(normalisation, self.statistics.missing)
         return FieldDataset(self.states, self.samples, statistics)
 
     def like(self, schema: DataSchema) -> "FieldDataset":
@@ -308,7 +309,7 @@ class FieldDataset(ForecastDataset):
             missing = missing.repeat(len(self.nodes), 1)
             for name, points in schema.missing.items():
                 missing[:, self.states.names.index(name)] = torch.from_numpy(points)
-        statistics = Statistics.of_model(schema.normalisation, missing)
+        statistics = Statistics.of_trained(schema.normalisation, missing)
         samples = replace(self.samples, trained_periods=schema.periods)
         return FieldDataset(self.states, samples, statistics)
 
@@ -443,8 +444,9 @@ class FieldDataset(ForecastDataset):
                     f"a rollout needs the forcings of every step, the data end before step {step}"
                 )
             fields = torch.where(statistics.missing, statistics.mean, self._at(i, field_step))
-            if statistics.range is not None:
-                statistics.range.compare(states.names, fields)
+            if self._compares:
+                self._compares = False
+                statistics.compare(states.names, fields)
             if step > 0:
                 fields = torch.cat([forecasts[step - 1], fields[:, len(self.variables) :]], dim=1)
             channels.append(fields[:, columns])
