@@ -547,14 +547,10 @@ def _by_time(series: Sequence[Series]) -> dict[int, tuple[Series, int]]:
                 fields[time] = other, i
                 continue
             one, _ = fields[time]
-            remedy = "keep one, as by drop_duplicates"
-            if one.versions != other.versions:
-                remedy = "keep one, or fill the gaps of one with the other, as by combine_first"
-            elif one.origin != other.origin or one is other:
-                remedy = "keep one start or one step of the forecasts"
             raise ValueError(
                 f"each field must be there once, got {one.describe(other.times[i])} and "
-                f"{other.describe(other.times[i])}: {remedy}"
+                f"{other.describe(other.times[i])}: keep one start or one step of the forecasts, "
+                "one of the files, or join two versions, as by combine_first"
             )
     return dict(sorted(fields.items(), key=itemgetter(0)))
 
