@@ -16,7 +16,6 @@ from anemoi_gt.app.objects import check_types
 from anemoi_gt.app.training.run_files import save_checkpoint
 from anemoi_gt.app.training.run_folder import ONE_PROCESS
 from anemoi_gt.app.training.step import TrainingStep
-from anemoi_gt.distributed.process_group import VARIABLES
 from anemoi_gt.ops import backends
 from anemoi_gt.refusal import permanent
 
@@ -224,36 +223,6 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(application, refusal, tmp_
         "new one"
     )
     assert (tmp_path / "run" / "last.pt").read_bytes() == b"a run"
-
-
-@pytest.mark.parametrize(
-    ("torchruns", "message"),
-    [
-        (None, "several tasks of srun must train one run by torchrun, got 2 tasks without it"),
-        ("1", "must share one job, got 2 tasks with a job each: give torchrun --nnodes=2"),
-    ],
-)
-def test_several_tasks_of_slurm_without_one_torchrun_are_refused(monkeypatch, torchruns, message):
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-        if torchruns is not None:
-            monkeypatch.setenv(name, "1")
-    environment = {"SLURM_STEP_NUM_TASKS": "2"}
-    if torchruns is not None:
-        environment["GROUP_WORLD_SIZE"] = torchruns
-    with pytest.raises(ValueError, match=message):
-        train.check_slurm_tasks(environment)
-
-
-@pytest.mark.parametrize("environment", [{}, {"SLURM_NTASKS": "4"}, {"SLURM_STEP_NUM_TASKS": "1"}])
-def test_one_task_of_slurm_may_train(environment):
-    train.check_slurm_tasks(environment)
-
-
-def test_a_task_of_several_leaves_no_folder(refusal, monkeypatch, tmp_path):
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    assert refusal(*SMALL).startswith("anemoi_gt.train: several tasks of srun must train one run")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_interrupt_before_training_is_one_sentence(application, monkeypatch, capsys):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from anemoi_gt.app.datasets.field_states import FieldStates
 from anemoi_gt.app.datasets.fields import Key, minutes, position
+from anemoi_gt.app.datasets.forecast_dataset import aligned
 
 log = logging.getLogger(__name__)
 
@@ -236,13 +237,7 @@ def _table(states: FieldStates, mean: Tensor, std: Tensor, seen: "_Extremes") ->
         figures += [f"{number:.5g}" for number in (seen.smallest[v], seen.largest[v])]
         words = [name, key.parameter, key.text(), states.units[v], kinds[v]]
         rows.append([*words, *figures, str(missing)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        words = [f"{cell:{width}}" for cell, width in zip(row[:5], widths[:5], strict=True)]
-        figures = [f"{cell:>{width}}" for cell, width in zip(row[5:], widths[5:], strict=True)]
-        lines.append("  ".join([*words, *figures]).rstrip())
-    return "\n".join(lines)
+    return aligned(rows, texts=5)
 
 
 class _Extremes:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from anemoi_gt.app.datasets.fields import Grid, Key, minutes
 from anemoi_gt.app.datasets.physical import PhysicalInputs
-from anemoi_gt.app.datasets.schema import DataSchema, Period
+from anemoi_gt.app.datasets.schema import TEXT, DataSchema, Period
 from anemoi_gt.data.nodes import Nodes
 
 
@@ -198,13 +198,9 @@ class ForecastDataset(Dataset, ABC):
     def schema(self) -> DataSchema:
         """Return the schema of the data for the checkpoints of a model trained on them."""
         return DataSchema(
-            variables=tuple(self.variables),
-            diagnostics=tuple(self.diagnostics),
-            forcings=tuple(self.forcings),
-            constants=tuple(self.constants),
+            **{name: tuple(getattr(self, name)) for name in TEXT},
             units=dict(zip(self.variables, self.units, strict=True)) | dict(self.forcing_units),
             keys=dict(self.keys),
-            input_names=tuple(self.input_names),
             lead_time=float(self.lead_time),
             input_steps=self.input_steps,
             reference=self.reference_name,
@@ -306,6 +302,18 @@ def starts_in_training(samples: ForecastDataset) -> tuple[int, str]:
 def with_units(name: str, units: str) -> str:
     """Return "name [units]", or the name if there are no units."""
     return f"{name} [{units}]" if units else name
+
+
+def aligned(rows: Sequence[Sequence[str]], texts: int = 1) -> str:
+    """Return rows of cells as a table, with the first `texts` columns on the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        for i in range(texts):
+            cells[i] = row[i].ljust(widths[i])
+        lines.append("  ".join(cells))
+    return "\n".join(lines)
 
 
 def find_start(times: np.ndarray, start: str) -> int:

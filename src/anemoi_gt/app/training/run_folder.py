@@ -106,28 +106,22 @@ def has_records(folder: Path) -> bool:
 
 
 def write_config(folder: Path, config: "DictConfig", description: dict[str, Any]) -> None:
-    """Write the composed config, and those of Hydra, to `.hydra`.
+    """Write the composed config to `.hydra`.
 
-    Hydra itself writes them before the folder is owned, over those of a run that still trains.
+    Hydra itself writes it before the folder is owned, over that of a run that still trains.
     `description` has the values of groups with absolute paths, so that the run can start again from
     any working directory.
     """
-    from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
-    hydra = HydraConfig.get()
     values = OmegaConf.to_container(config, resolve=True)
     assert isinstance(values, dict)
     if values.get("init_from") is not None:
         values["init_from"] = str(Path(values["init_from"]).absolute())
-    (folder / CONFIG).parent.mkdir(exist_ok=True)
-    for name, content in (
-        ("config", values | description),
-        ("hydra", {"hydra": hydra}),
-        ("overrides", hydra.overrides.task),
-    ):
-        with atomic_write((folder / CONFIG).with_name(f"{name}.yaml")) as file:
-            file.write(OmegaConf.to_yaml(OmegaConf.create(content)).encode())
+    path = folder / CONFIG
+    path.parent.mkdir(exist_ok=True)
+    with atomic_write(path) as file:
+        file.write(OmegaConf.to_yaml(OmegaConf.create(values | description)).encode())
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
