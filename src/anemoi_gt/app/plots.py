@@ -243,8 +243,8 @@ def _draw_maps(
 
 
 def _draw_loss(axes: "Axes", records: list[dict]) -> None:
-    thin = {"color": COLOURS["training"], "alpha": 0.6, "linewidth": 0.8}
-    dots = {"color": COLOURS["model"], "marker": "o", "markersize": 3}
+    thin: dict[str, Any] = {"color": COLOURS["training"], "alpha": 0.6, "linewidth": 0.8}
+    dots: dict[str, Any] = {"color": COLOURS["model"], "marker": "o", "markersize": 3}
     axes.plot(*curve(records, "train"), label="training", **thin)
     axes.plot(*curve(records, "valid"), label="validation", **dots)
     axes.set(yscale="log", xlabel="step", ylabel="normalised", title="loss: mean squared error")

@@ -59,7 +59,7 @@ from anemoi_gt.app.training.run_folder import (
 )
 from anemoi_gt.app.training.sharded import check_same_data, fit_sharded, make_sharded_trainer
 from anemoi_gt.app.training.step import autocast
-from anemoi_gt.distributed import ShardingConfig, init_distributed, is_launched
+from anemoi_gt.distributed import init_distributed, is_launched
 from anemoi_gt.distributed.consensus import broadcast_from_rank0, check_same, run_on_rank0
 from anemoi_gt.distributed.model_shard import scatter_model
 from anemoi_gt.distributed.process_group import (
@@ -272,11 +272,7 @@ def describe_data(splits: Splits) -> str:
         lines.append(f"diagnostics, which are no inputs: {', '.join(data.diagnostics)}")
     if data.forcings:
         lines.append(f"forcings: {', '.join(data.forcings)}")
-    for name, split in (
-        ("training", splits.train),
-        ("validation", splits.valid),
-        ("test", splits.test),
-    ):
+    for name, split in zip(("training", "validation", "test"), splits, strict=True):
         line = f"{len(split)} {name} samples"
         first = split.start_time(0)
         last = split.start_time(len(split) - 1)
@@ -299,10 +295,8 @@ def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
 
     @record  # records errors, so that torchrun reports the first one with its traceback
     def run() -> float | None:
-        sharding = objects.instantiate(config.sharding)
-        device_type = choose_device(config.training.device).type
         with ExitStack() as ownership:  # of the folder, on rank 0
-            return _train_on_ranks(config, sharding, device_type, ownership)
+            return _train_on_ranks(config, ownership)
 
     try:
         return run()
@@ -311,11 +305,10 @@ def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
         raise hydra_app.ConfigError(error) from error
 
 
-def _train_on_ranks(
-    config: "hydra_app.DictConfig", sharding: ShardingConfig, device_type: str, ownership: ExitStack
-) -> float | None:
+def _train_on_ranks(config: "hydra_app.DictConfig", ownership: ExitStack) -> float | None:
+    sharding = objects.instantiate(config.sharding)
     whole: Any = None  # the whole model, on rank 0 only
-    with init_distributed(sharding, device_type) as mesh:
+    with init_distributed(sharding, choose_device(config.training.device).type) as mesh:
         group = make_cpu_group(sharding)
         check_same(shared_config(config, mesh), group)
         share_of_batch(objects.check_device(config).batch_size, mesh["data"].size())

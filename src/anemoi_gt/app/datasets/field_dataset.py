@@ -354,11 +354,11 @@ class FieldDataset(ForecastDataset):
 
     def start_time(self, i: int) -> np.datetime64:
         """Return the start time of sample i."""
-        return self.states.time(int(self.samples.starts[i]))
+        return self.states.time(self._start(i))
 
     def member(self, i: int) -> str:
         """Return the label of the ensemble member of sample i, "" if it has none."""
-        return self.states.member(int(self.samples.starts[i]))
+        return self.states.member(self._start(i))
 
     def __len__(self) -> int:
         return len(self.samples.starts)
@@ -373,19 +373,21 @@ class FieldDataset(ForecastDataset):
         return self.encoding.channels(*self.physical_sample(i))
 
     def present(self, i: int) -> Tensor:
-        return self._state(int(self.samples.starts[i]))
+        return self._state(self._start(i))
 
     def reference(self, i: int) -> Tensor:
         """Return the variables at the start, with 0 for diagnostics, [N, V]."""
         return self.states.reference(self.present(i))
 
     def truth(self, i: int) -> Tensor:
-        return self._at(i, 1)[:, : len(self.variables)]
+        end = self.states.later(self._start(i), 1)
+        assert end is not None  # samples have a truth
+        return self._state(end)
 
     def advance(self, i: int, forecasts: Sequence[Tensor]) -> Step:
         """Return the step after these forecasts. Raises ValueError if forcings are missing."""
         state = forecasts[-1] if forecasts else self.present(i)
-        end = self.states.later(int(self.samples.starts[i]), len(forecasts) + 1)
+        end = self.states.later(self._start(i), len(forecasts) + 1)
         truth = None if end is None else self._state(end)
         inputs = self.encoding.channels(*self._physical(i, forecasts))
         return Step(inputs, self.states.reference(state), truth)
@@ -425,11 +427,9 @@ class FieldDataset(ForecastDataset):
         """Return the variables of a state, [N, V]; raise like `FieldStates.checked`."""
         return self.states.checked(t, self.statistics.missing)[:, : len(self.variables)]
 
-    def _at(self, i: int, step: int) -> Tensor:
-        """Return the state of a sample, [N, variables and forcings]; raise like `_state`."""
-        t = self.states.later(int(self.samples.starts[i]), step)
-        assert t is not None  # samples have all inputs and a truth
-        return self.states.checked(t, self.statistics.missing)
+    def _start(self, i: int) -> int:
+        """Return the state at which sample i starts."""
+        return int(self.samples.starts[i])
 
     def _physical(self, i: int, forecasts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return the inputs of `encoding` for the step that follows `forecasts`."""
@@ -439,11 +439,13 @@ class FieldDataset(ForecastDataset):
         for step, columns in enumerate(states.inputs, start=now - self.input_steps + 1):
             # After the start, only forcings are read, unless all of them are constant.
             field_step = step if step <= 0 or states.has_dynamic_forcings else 0
-            if states.later(int(self.samples.starts[i]), field_step) is None:
+            t = states.later(self._start(i), field_step)
+            if t is None:
                 raise ValueError(
                     f"a rollout needs the forcings of every step, the data end before step {step}"
                 )
-            fields = torch.where(statistics.missing, statistics.mean, self._at(i, field_step))
+            state = states.checked(t, statistics.missing)
+            fields = torch.where(statistics.missing, statistics.mean, state)
             if self._compares:
                 self._compares = False
                 statistics.compare(states.names, fields)

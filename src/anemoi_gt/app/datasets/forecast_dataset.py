@@ -282,11 +282,16 @@ def starts_in_training(samples: ForecastDataset) -> tuple[int, str]:
 
     The periods are those of the trained model. Data without members are compared with all.
     """
-    periods = [(label, *map(np.datetime64, dates)) for label, *dates in samples.trained_periods]
+    periods = [
+        (label, np.datetime64(first), np.datetime64(last))
+        for label, first, last in samples.trained_periods
+    ]
     count = 0
     found = set()
     for i in range(len(samples)):
         member, time = samples.member(i), samples.start_time(i)
+        if time is None:
+            continue
         inside = []
         for label, first, last in periods:
             if (label == member or "" in (label, member)) and first <= time <= last:

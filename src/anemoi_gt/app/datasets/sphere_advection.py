@@ -190,8 +190,14 @@ class Sites:
 
     def at(self, index: Tensor) -> "Sites":
         """Return the sites of the nodes `index` [n] int64."""
-        arrays = (self.nodes, self.weights, self.xyz, self.frame, self.position)
-        return Sites(*(array[index.numpy()] for array in arrays))
+        rows = index.numpy()
+        return Sites(
+            self.nodes[rows],
+            self.weights[index],
+            self.xyz[rows],
+            self.frame[rows],
+            self.position[index],
+        )
 
 
 class Statistics(NamedTuple):
