@@ -306,7 +306,8 @@ def test_a_sweep_under_torchrun_is_refused(refusal, monkeypatch):
     monkeypatch.setattr(train, "exit_without_finalization", sys.exit)
     monkeypatch.setenv("RANK", "0")
     sentence = (
-        "--multirun must be left out under torchrun, which trains one run: start torchrun for each"
+        "explain and --multirun must be left out under torchrun, which trains one run on parts of the "
+        "graph"
     )
     assert refusal("-m", *SMALL, "training.seed=0,1") == f"[rank0]: anemoi_gt.train: {sentence}"
 

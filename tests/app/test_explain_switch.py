@@ -72,5 +72,5 @@ def test_under_torchrun_it_is_refused(monkeypatch):
     monkeypatch.setattr(train, "is_launched", lambda: True)
     with initialize_config_module("anemoi_gt.configs", version_base="1.3"):
         config = compose("train", ["explain=print"])
-    with pytest.raises(ValueError, match="explain must be null under torchrun"):
+    with pytest.raises(ValueError, match="explain and --multirun must be left out under torchrun"):
         train.prepare(config)

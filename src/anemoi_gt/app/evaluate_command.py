@@ -143,10 +143,10 @@ def write_explanation(
         return str(explanation)
     path = hydra_app.output_folder() / str(target)
     path.parent.mkdir(parents=True, exist_ok=True)
+    text = f"{explanation}\n"
     if path.suffix == ".json":
-        path.write_text(json.dumps(explanation.to_dict(), indent=1))
-    else:
-        path.write_text(f"{explanation}\n")
+        text = json.dumps(explanation.to_dict(), indent=1)
+    path.write_text(text)
     return f"kernels of each layer: {path}"
 
 

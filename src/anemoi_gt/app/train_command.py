@@ -87,19 +87,13 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], float | None]:
     """Build the objects of a config, and return a function that trains the model."""
     if not isinstance(config.resume, bool):
         raise ValueError(f"resume must be true or false, got {config.resume!r}")
-    objects.check_types(config, "sharding")
+    objects.check_types(config, "sharding", *GROUPS)
     if is_launched():
-        if config.explain is not None:
+        if config.explain is not None or hydra_app.is_multirun():
             raise ValueError(
-                "explain must be null under torchrun: one process explains the layers of the whole "
-                "graph"
+                "explain and --multirun must be left out under torchrun, which trains one run on "
+                "parts of the graph"
             )
-        if hydra_app.is_multirun():
-            raise ValueError(
-                "--multirun must be left out under torchrun, which trains one run: start torchrun "
-                "for each"
-            )
-        objects.check_types(config, *GROUPS)
         return partial(train_on_ranks, config)
     if objects.instantiate(config.sharding).strategy != "none":
         raise ValueError(

@@ -112,7 +112,6 @@ def field_data(
         fields = arrange(select(grouped, chosen))
     else:
         fields = arrange(find_variables(grouped, chosen, schema))
-    require_times(fields)
     check_spacing(fields)
     train_period, valid_period, test_period = split_times(fields.times, train, valid, test)
     if schema is not None:
@@ -130,15 +129,6 @@ def field_data(
     for split in splits:
         split.require_samples()
     return splits
-
-
-def require_times(fields: Fields) -> None:
-    """Raise ValueError unless a variable has times."""
-    if len(fields.times) == 0:
-        raise ValueError(
-            "files must have a time coordinate of dates in the standard calendar, found none for "
-            f"{', '.join(fields.readers)} in {fields.source}"
-        )
 
 
 def check_spacing(fields: Fields) -> None:

@@ -9,7 +9,8 @@ import logging
 import re
 import warnings
 from collections.abc import Collection, Hashable, Iterator, Mapping
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -119,23 +120,20 @@ def _described_variables(source: "xarray.Dataset") -> set[Hashable]:
     return names
 
 
+@dataclass
 class _DatasetReader:
     """The fields of one data set; grids that several variables share are made once."""
 
-    def __init__(
-        self,
-        source: "xarray.Dataset",
-        roles: Mapping[Hashable, str],
-        described: Collection[Hashable],
-        name: str,
-    ):
-        self.source = source
-        self.roles = roles
-        self.described = described  # bounds and grid mappings
-        # xarray attaches scalar coordinates to all variables, files name them for one each
-        self.names_coordinates = any("coordinates" in v.encoding for v in source.variables.values())
-        self.name = name
-        self._grids: dict[tuple, Grid] = {}
+    source: "xarray.Dataset"
+    roles: Mapping[Hashable, str]
+    described: Collection[Hashable]  # bounds and grid mappings
+    name: str
+    _grids: dict[tuple, Grid] = field(default_factory=dict)
+
+    @cached_property
+    def names_coordinates(self) -> bool:
+        """True if variables name their coordinates: xarray attaches scalar ones to all."""
+        return any("coordinates" in v.encoding for v in self.source.variables.values())
 
     def series(self, name: str, array: "xarray.DataArray") -> Iterator[Series]:
         """Yield the fields of a variable. Raises LeftOutError if it has none."""
