@@ -56,7 +56,7 @@ def test_the_table_is_printed_before_training_with_the_precision_of_the_run(appl
 
 def test_an_evaluation_explains_forecasts(application, start, monkeypatch):
     folder = application("run")
-    monkeypatch.setattr(evaluate, "evaluate", lambda *_: None)
+    monkeypatch.setattr(evaluate, "write_report", lambda *_: None)
     start(
         evaluate,
         f"checkpoint={folder / 'best.pt'}",

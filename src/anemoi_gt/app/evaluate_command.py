@@ -47,8 +47,7 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], None]:
     warn_of_training_samples("test", run.splits.test)
     if config.explain is not None:
         with torch.no_grad():
-            text = write_explanation(run.model, run.splits.test, run.training, config.explain)
-        log.info("%s", text)
+            log_explanation(run.model, run.splits.test, run.training, config.explain)
     folder = hydra_app.output_folder()
 
     def evaluate() -> None:
@@ -128,10 +127,10 @@ def write_scores(path: Path, scores: list[Score]) -> None:
         file.write(text.encode())
 
 
-def write_explanation(
+def log_explanation(
     model: nn.Module, dataset: ForecastDataset, training: TrainingConfig, target: str
-) -> str:
-    """Return for the log which kernels a model runs on the first batch, or the file that says so.
+) -> None:
+    """Log which kernels a model runs on the first batch, or write them to a file.
 
     The target is "print", or a file in the folder of the run unless it is absolute: JSON if it ends
     in .json, otherwise text.
@@ -140,14 +139,15 @@ def write_explanation(
     with cpu_threads(training.threads):
         explanation = explain(model, batch.inputs)
     if target == "print":
-        return str(explanation)
+        log.info("%s", explanation)
+        return
     path = hydra_app.output_folder() / str(target)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = f"{explanation}\n"
     if path.suffix == ".json":
         text = json.dumps(explanation.to_dict(), indent=1)
     path.write_text(text)
-    return f"kernels of each layer: {path}"
+    log.info("kernels of each layer: %s", path)
 
 
 def main() -> None:

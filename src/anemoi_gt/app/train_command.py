@@ -30,8 +30,8 @@ from anemoi_gt.app.datasets.forecast_dataset import (
     with_units,
 )
 from anemoi_gt.app.evaluate_command import (
+    log_explanation,
     warn_of_training_samples,
-    write_explanation,
     write_report,
 )
 from anemoi_gt.app.plots import chosen_variables
@@ -126,10 +126,7 @@ def make_trainer(
         log.info("continues after step %d", trainer.step.global_step)
     if config.explain is not None:
         with autocast(training.precision, trainer.device):
-            text = write_explanation(
-                trainer.step.model.train(), splits.train, training, config.explain
-            )
-        log.info("%s", text)
+            log_explanation(trainer.step.model.train(), splits.train, training, config.explain)
     return trainer
 
 

@@ -255,7 +255,7 @@ class FieldDataset(ForecastDataset):
         """
         has_inputs = self.states.has_inputs()
         if not has_inputs.any():
-            raise ValueError(self._no_samples_message())
+            raise ValueError(self.no_samples_message())
         if start == "latest":
             return self._starting(np.flatnonzero(has_inputs)[-1:], self.left_out)
         index = find_start(self.states.fields.times, start)
@@ -272,11 +272,6 @@ class FieldDataset(ForecastDataset):
         starts = (members * len(self.states.fields.times) + times).ravel()
         samples = replace(self.samples, starts=starts, left_out=left_out)
         return FieldDataset(self.states, samples, self.statistics)
-
-    def require_samples(self) -> None:
-        """Raise ValueError if there is no sample; the message has the spacing of the times."""
-        if len(self) == 0:
-            raise ValueError(self._no_samples_message())
 
     def normalised(self) -> "FieldDataset":
         """Return the same samples, normalised by their own statistics. Raises like `measure`."""
@@ -399,7 +394,8 @@ class FieldDataset(ForecastDataset):
         """Return the starts of the samples from which statistics are estimated."""
         return self.samples.starts[evenly_spaced(len(self), STATISTICS_SAMPLES)].tolist()
 
-    def _no_samples_message(self) -> str:
+    def no_samples_message(self) -> str:
+        """Return the message of `require_samples`, with the spacing of the times."""
         times = self.states.fields.times
         spacing = ""
         if len(times) > 1:

@@ -156,7 +156,11 @@ class ForecastDataset(Dataset, ABC):
     def require_samples(self) -> None:
         """Raise ValueError if there is no sample."""
         if len(self) == 0:
-            raise ValueError("each split must have a sample, got none")
+            raise ValueError(self.no_samples_message())
+
+    def no_samples_message(self) -> str:
+        """Return the message of `require_samples`."""
+        return "each split must have a sample, got none"
 
     def normalisation(self) -> dict[str, Tensor]:
         """Return the statistics that normalise inputs and change, by name."""
