@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from anemoi_gt.app.command_line import CommandLineError, hydra_main
+from anemoi_gt.app.command_line import ConfigError, hydra_main
 from anemoi_gt.app.training.progress import Stopped
 from anemoi_gt.app.training.run_files import load_checkpoint
 from anemoi_gt.app.training.run_folder import config_of
@@ -28,10 +28,6 @@ REQUIRED_MODULES = ("hydra", "tqdm", "matplotlib", "scipy")
 ERRORS_OF_PREPARATION = (ValueError, TypeError, ImportError, OSError, FloatingPointError)
 # other errors are bugs, shown with their traceback
 ERRORS_OF_JOB = (FloatingPointError, OSError, MemoryError, torch.OutOfMemoryError)
-
-
-class ConfigError(Exception):
-    """The run cannot start as configured."""
 
 
 def store_config(config: dict[str, Any]) -> None:
@@ -132,7 +128,7 @@ def run_command(
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         hydra_main(name, config_name, run)
-    except (CommandLineError, OSError) as error:  # OSError: the folder of the run cannot be made
+    except (ConfigError, OSError) as error:  # OSError: the folder of the run cannot be made
         exit_with_error(module, error)
     except KeyboardInterrupt:
         exit_with_error(module, "interrupted", 130)

@@ -26,7 +26,6 @@ from anemoi_gt.data.graphs import check_fit
 from anemoi_gt.kernel_config import KernelConfig
 from anemoi_gt.ops.backend import Dtypes
 from anemoi_gt.ops.backends import choose_backend
-from anemoi_gt.toolchain import compile_problem
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -195,16 +194,6 @@ def _schema(kind: Any) -> "DictConfig | None":
         return OmegaConf.structured(make_dataclass("Schema", [("value", kind)]))
     except OmegaConfBaseException:
         return None
-
-
-def check_device(config: "DictConfig") -> TrainingConfig:
-    """Return the training config; raise ValueError if its device does not support it."""
-    training = instantiate(config.training)
-    device = choose_device(training.device)
-    problem = compile_problem(device) if training.compile else None
-    if problem is not None:
-        raise ValueError(f"training.compile must be false here, got true: {problem}")
-    return training
 
 
 def check_backend(kernels: KernelConfig, device: torch.device) -> str:

@@ -68,6 +68,7 @@ from anemoi_gt.distributed.process_group import (
     make_cpu_group,
     report_sentence,
 )
+from anemoi_gt.toolchain import compile_problem
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +103,6 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], float | None]:
         )
     folder = hydra_app.output_folder()
     description = objects.describe(config)
-    objects.check_device(config)
     with ExitStack() as ownership:
         ownership.enter_context(own(folder))
         trainer = make_trainer(config, folder, description)
@@ -147,6 +147,9 @@ def build_data(
     check_periods(splits, config)
     chosen_variables(splits.test, config.plots.variables)  # raises for unknown variables
     import_logger(training.logger)
+    problem = compile_problem(choose_device(training.device)) if training.compile else None
+    if problem is not None:
+        raise ValueError(f"training.compile must be false here, got true: {problem}")
     return splits, training
 
 
@@ -302,7 +305,7 @@ def _train_on_ranks(config: "hydra_app.DictConfig", ownership: ExitStack) -> flo
     with init_distributed(sharding, choose_device(config.training.device).type) as mesh:
         group = make_cpu_group(sharding)
         check_same(shared_config(config, mesh), group)
-        share_of_batch(objects.check_device(config).batch_size, mesh["data"].size())
+        share_of_batch(config.training.batch_size, mesh["data"].size())
         description = objects.describe(config) | {"sharding": asdict(sharding)}
         # the others run in the working directory, and their Hydra makes no folder
         folder = Path(broadcast_from_rank0(str(hydra_app.output_folder())))
