@@ -67,7 +67,7 @@ def choose_roles(fields: Fields, chosen: ChosenRoles, period: np.ndarray) -> tup
     if not variables and not diagnostics:
         raise ValueError(
             f"variables must be among {', '.join(fields.readers)}, in one role each, got none that "
-            "changes with time"
+            "changes with time, at dates of the standard calendar"
         )
     return fields, Roles(tuple(variables), tuple(diagnostics), tuple(forcings))
 
