@@ -374,7 +374,7 @@ class Splits(NamedTuple):
     test: ForecastDataset
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class TrainingBatches:
     """Batches of a run, or of one data rank, from repeated random orders of the samples.
 
