@@ -119,7 +119,7 @@ def test_rollout_writes_scores_by_lead_time_and_a_plot_whose_maps_have_content(
             for name in NO_FILES
         ),
         (["checkpoint={trained}/best.pt", "rollout=0"], "rollout must be at least 1, got 0"),
-        (["checkpoint={trained}/best.pt", "rollout=far"], "rollout must be int, got 'far'"),
+        (["checkpoint={trained}/best.pt", "rollout=far"], "rollout must be an integer, got 'far'"),
         (
             ["checkpoint={trained}/best.pt", "model.channels=64"],
             "the checkpoint's weights must fit the config",

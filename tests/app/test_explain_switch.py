@@ -56,7 +56,7 @@ def test_the_table_is_printed_before_training_with_the_precision_of_the_run(appl
 
 def test_an_evaluation_explains_forecasts(application, start, monkeypatch):
     folder = application("run")
-    monkeypatch.setattr(evaluate, "evaluate", lambda *_: None)
+    monkeypatch.setattr(evaluate, "write_report", lambda *_: None)
     start(
         evaluate,
         f"checkpoint={folder / 'best.pt'}",
@@ -72,5 +72,5 @@ def test_under_torchrun_it_is_refused(monkeypatch):
     monkeypatch.setattr(train, "is_launched", lambda: True)
     with initialize_config_module("anemoi_gt.configs", version_base="1.3"):
         config = compose("train", ["explain=print"])
-    with pytest.raises(ValueError, match="explain must be null under torchrun"):
+    with pytest.raises(ValueError, match="explain and --multirun must be left out under torchrun"):
         train.prepare(config)

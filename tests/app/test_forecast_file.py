@@ -67,7 +67,7 @@ def test_a_forecast_of_a_regular_grid_is_a_map_of_latitude_and_longitude_in_the_
         last = weather_file().t2m.values[-1]
         assert np.corrcoef(forecast.t2m.values[0].ravel(), last.ravel())[0, 1] > 0.8
     with xarray.open_dataset("forecast/rollout.nc", decode_times=False) as raw:
-        assert raw.time.attrs["units"] == "hours since 2020-01-10 18:00:00"
+        assert raw.time.attrs["units"] == "seconds since 1970-01-01 00:00:00"
         assert raw.lead_time.attrs["units"] == "hours"
         assert np.array_equal(raw.lead_time, [6, 12, 18])
         assert raw.lead_time.attrs["standard_name"] == "forecast_period"

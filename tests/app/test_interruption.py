@@ -115,7 +115,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again_with_its_own_conf
     assert process.finish(DEADLINE)[0] == -signal.SIGKILL
     assert not (folder / "last.pt").exists()
     assert resume_by_folder(folder)[0] == 0
-    assert "starts again at step 0, with the config in .hydra" in (folder / "train.log").read_text()
+    assert "holds no checkpoint: the run starts at step 0" in (folder / "train.log").read_text()
     assert_same_run(folder, whole)
 
 

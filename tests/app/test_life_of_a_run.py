@@ -129,11 +129,6 @@ def test_a_folder_that_cannot_be_created_is_reported_in_one_sentence(
     assert re.fullmatch(r"anemoi_gt.train: \[Errno \d+\] (File exists|Not a directory): .*", error)
 
 
-def test_more_warmup_than_steps_is_reduced_to_steps_with_a_note(begun):
-    note = "training.warmup_steps is 50, taken as training.steps=4"
-    assert note in (begun / "train.log").read_text()
-
-
 INTERRUPTED = """
 import os, signal, sys
 

@@ -14,12 +14,13 @@ from support.picture import colours, fewest_colours
 from anemoi_gt.app.datasets.field_dataset import FieldDataset
 from anemoi_gt.app.datasets.field_states import FieldStates
 from anemoi_gt.app.datasets.roles import Roles
-from anemoi_gt.app.map_image import MapImage, coastlines
 from anemoi_gt.app.plots import (
+    MapImage,
     _caption,
     _draw_forecast_panel,
     _draw_loss,
     chosen_variables,
+    coastlines,
     draw_training_plot,
 )
 from anemoi_gt.app.scores import Score, measure

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from omegaconf import OmegaConf
+from hydra import compose, initialize_config_module
 from support.applications import last_of_each
 from support.forked import Program
 
@@ -242,11 +242,12 @@ def test_a_config_that_ranks_cannot_share_is_refused_before_anything_is_built(fo
 def test_one_process_cannot_divide_a_model(monkeypatch):
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    sharding = {"_target_": "anemoi_gt.distributed.ShardingConfig", "strategy": "edges", "model": 2}
+    with initialize_config_module("anemoi_gt.configs", version_base="1.3"):
+        config = compose("train", ["sharding=edges", "sharding.model=2"])
     with pytest.raises(
         ValueError, match="sharding=edges must be started on several ranks: torchrun"
     ):
-        train.prepare(OmegaConf.create({"sharding": sharding, "explain": None}))
+        train.prepare(config)
 
 
 SHARDED = (*OF_TWO_RANKS, "sharding=edges", "sharding.model=2")

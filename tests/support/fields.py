@@ -1,7 +1,7 @@
 """Fields of files and data sets, arranged as the application does by default."""
 
 from anemoi_gt.app.datasets.fields import arrange, group, on_largest_grid
-from anemoi_gt.app.datasets.readers import read_anemoi, read_files
+from anemoi_gt.app.datasets.readers import read_files
 from anemoi_gt.app.datasets.xarray_reader import read_dataset
 
 
@@ -18,4 +18,4 @@ def fields_of(source):
 
 def fields_of_anemoi(path):
     """Return the fields of a zarr of anemoi-datasets."""
-    return arrange_all(read_anemoi(path))
+    return arrange_all(read_files(path, "anemoi"))

@@ -17,40 +17,15 @@ if TYPE_CHECKING:
 GROUPS = ("data", "graph", "kernels", "model", "training")
 
 
-# Types of the options outside the groups, by the name of the application, hydra.job.name.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "train": {
-        "resume": bool,
-        "init_from": str | None,
-        "explain": str | None,
-        "plots.variables": list[str] | None,
-    },
-    "evaluate": {
-        "checkpoint": str,
-        "rollout": int,
-        "explain": str | None,
-        "plots.variables": list[str] | None,
-    },
-    "rollout": {
-        "checkpoint": str,
-        "steps": int,
-        "sample": int | None,
-        "start": Any,
-        "out": str,
-    },
-    "export": {"checkpoint": str, "out": str, "max_batch": int, "precision": str},
-}
-
-
-class CommandLineError(Exception):
-    """Hydra cannot compose a config from the arguments."""
+class ConfigError(Exception):
+    """The config cannot be composed, or the run cannot start as configured."""
 
 
 def hydra_main(name: str, config_name: str, run: Callable[["DictConfig"], Any]) -> None:
     """Compose the config that the command line describes, and run a function on it.
 
     `name` names the application, `config_name` a primary config in `anemoi_gt.configs`. With
-    `--help`, print the help and exit. Raises CommandLineError with one sentence if the config
+    `--help`, print the help and exit. Raises ConfigError with one sentence if the config
     cannot be composed.
     """
     hydra = import_extra("hydra", "train")
@@ -58,8 +33,6 @@ def hydra_main(name: str, config_name: str, run: Callable[["DictConfig"], Any]) 
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    groups = "|".join((*GROUPS, "sharding"))  # of which Hydra takes a name, and no null
-    sys.argv[1:] = [re.sub(rf"^({groups})=null$", r"\1='null'", word) for word in sys.argv[1:]]
     main = hydra.main(
         version_base="1.3", config_path="pkg://anemoi_gt.configs", config_name=config_name
     )
@@ -73,7 +46,7 @@ def hydra_main(name: str, config_name: str, run: Callable[["DictConfig"], Any]) 
             text = f"there is no option {unknown[1]}"
         for end in ("\nConfig search path", "\nSee https"):
             text = text.partition(end)[0]
-        raise CommandLineError(
+        raise ConfigError(
             f"{' '.join(text.split())}: nothing was started; anemoi-gt {name} --help lists all "
             "groups and options"
         ) from error
@@ -83,7 +56,7 @@ def print_help(name: str) -> None:
     """Print the help of an application for the arguments of the command line, and exit."""
     try:
         hydra_main(name, name, lambda config: config)
-    except (ImportError, CommandLineError) as error:
+    except (ImportError, ConfigError) as error:
         sys.exit(f"anemoi_gt.{name}: {error}")
 
 

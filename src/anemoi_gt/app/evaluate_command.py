@@ -8,7 +8,6 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from torch import nn
 
 from anemoi_gt.app import hydra_app
 from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset, load, starts_in_training
-from anemoi_gt.app.objects import Run, build_trained
+from anemoi_gt.app.objects import build_trained
 from anemoi_gt.app.plots import chosen_variables, draw_rollout_plot, draw_training_plot
 from anemoi_gt.app.scores import (
     Score,
@@ -45,44 +44,32 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], None]:
     if config.rollout > 1:
         run.splits.test.advance(0, [])  # raises if the data set does not support rollouts
     log.info("%s, after step %s", config.checkpoint, step)
-    count, period = starts_in_training(run.splits.test)
-    if count:
-        log.warning(
-            "%d of %d test samples start in the training period, %s: scores are not those of new "
-            "data",
-            *(count, len(run.splits.test), period),
-        )
+    warn_of_training_samples("test", run.splits.test)
     if config.explain is not None:
         with torch.no_grad():
-            text = write_explanation(run.model, run.splits.test, run.training, config.explain)
-        log.info("%s", text)
-    return partial(
-        evaluate,
-        run,
-        Path(config.checkpoint),
-        hydra_app.output_folder(),
-        config.rollout,
-        config.plots.variables,
-    )
+            log_explanation(run.model, run.splits.test, run.training, config.explain)
+    folder = hydra_app.output_folder()
+
+    def evaluate() -> None:
+        test, variables = run.splits.test, config.plots.variables
+        with cpu_threads(run.training.threads):
+            records = read_metrics(Path(config.checkpoint).parent / "metrics.jsonl")
+            write_report(folder, run.model, test, records, variables)
+            if config.rollout > 1:
+                write_rollout_report(folder, run.model, test, config.rollout, variables)
+
+    return evaluate
 
 
-def evaluate(
-    run: Run,
-    checkpoint: Path,
-    folder: Path,
-    steps: int,
-    variables: Sequence[str] | None = None,
-) -> None:
-    """Write scores and plots of a run from `build_trained` to an existing folder.
-
-    The plot shows the metrics next to the checkpoint, if there are any. Rollouts have `steps`
-    steps; 1 disables them. `variables` are plotted; by default, the first three.
-    """
-    with cpu_threads(run.training.threads):
-        records = read_metrics(checkpoint.parent / "metrics.jsonl")
-        write_report(folder, run.model, run.splits.test, records, variables)
-        if steps > 1:
-            write_rollout_report(folder, run.model, run.splits.test, steps, variables)
+def warn_of_training_samples(name: str, samples: ForecastDataset) -> None:
+    """Log how many samples of a split start in the training period of the model, if any do."""
+    count, period = starts_in_training(samples)
+    if count:
+        log.warning(
+            "%d of %d %s samples start in the training period, %s: scores are not those of new "
+            "data",
+            *(count, len(samples), name, period),
+        )
 
 
 def write_report(
@@ -140,10 +127,10 @@ def write_scores(path: Path, scores: list[Score]) -> None:
         file.write(text.encode())
 
 
-def write_explanation(
+def log_explanation(
     model: nn.Module, dataset: ForecastDataset, training: TrainingConfig, target: str
-) -> str:
-    """Return for the log which kernels a model runs on the first batch, or the file that says so.
+) -> None:
+    """Log which kernels a model runs on the first batch, or write them to a file.
 
     The target is "print", or a file in the folder of the run unless it is absolute: JSON if it ends
     in .json, otherwise text.
@@ -152,14 +139,15 @@ def write_explanation(
     with cpu_threads(training.threads):
         explanation = explain(model, batch.inputs)
     if target == "print":
-        return str(explanation)
-    path = hydra_app.output_folder() / target
+        log.info("%s", explanation)
+        return
+    path = hydra_app.output_folder() / str(target)
     path.parent.mkdir(parents=True, exist_ok=True)
+    text = f"{explanation}\n"
     if path.suffix == ".json":
-        path.write_text(json.dumps(explanation.to_dict(), indent=1))
-    else:
-        path.write_text(f"{explanation}\n")
-    return f"kernels of each layer: {path}"
+        text = json.dumps(explanation.to_dict(), indent=1)
+    path.write_text(text)
+    log.info("kernels of each layer: %s", path)
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ VERIFIED_BATCH = 3  # batch size at which a package is compared with the model
 
 def prepare(config: "hydra_app.DictConfig") -> Callable[[], PackageReport]:
     """Build the model and data of a checkpoint, and return a function that exports the model."""
-    out = Path(config.out)
+    out = Path(str(config.out))
     max_batch = config.max_batch
     precision = config.precision
     check_integer("max_batch", max_batch)

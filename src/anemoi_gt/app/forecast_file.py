@@ -38,6 +38,13 @@ VERTICAL: dict[str, dict[str, str]] = {  # attributes of scalar coordinates, by 
 }
 LATITUDE = {"standard_name": "latitude", "long_name": "latitude", "units": "degrees_north"}
 LONGITUDE = {"standard_name": "longitude", "long_name": "longitude", "units": "degrees_east"}
+# Encoded by hand, because xarray would write units with a T, which not every tool reads.
+CALENDAR = {"units": "seconds since 1970-01-01 00:00:00", "calendar": "standard"}
+TIME = {"standard_name": "time", "long_name": "valid time", "axis": "T"} | CALENDAR
+START = {
+    "standard_name": "forecast_reference_time",
+    "long_name": "start of the forecast",
+} | CALENDAR
 LEAD_TIME = {
     "standard_name": "forecast_period",
     "long_name": "time since the start of the forecast",
@@ -133,39 +140,20 @@ def describe_forecast(
 
 def join_starts(forecasts: "Sequence[xarray.Dataset]") -> "xarray.Dataset":
     """Join forecasts from several dates, of the same steps, along `forecast_reference_time`."""
-    if len(forecasts) == 1:
-        return forecasts[0]
     first = forecasts[0]
-    reference = first.forecast_reference_time.attrs
-    origin = _date(reference["units"])
-    starts = [_date(one.forecast_reference_time.attrs["units"]) - origin for one in forecasts]
-    hours = np.array([start / np.timedelta64(1, "h") for start in starts])
-    lead_time = first.lead_time.values
-    parts = []
-    for one in forecasts:
-        part = one.drop_vars(["time", "forecast_reference_time"])
-        parts.append(part.swap_dims(time="lead_time"))
-    xarray = import_extra("xarray", "xarray")
-    # override: the coordinates are those of one data set, and need no comparison
-    joined = xarray.concat(
-        parts, "forecast_reference_time", data_vars="all", coords="minimal", compat="override"
+    if len(forecasts) == 1:
+        return first
+    # override: the other coordinates are those of one data set, and need no comparison
+    joined = import_extra("xarray", "xarray").concat(
+        [forecast.swap_dims(time="lead_time") for forecast in forecasts],
+        "forecast_reference_time",
+        data_vars="all",
+        coords=["time"],
+        compat="override",
     )
-    valid = hours[:, None] + lead_time
-    attributes = {name: v for name, v in first.time.attrs.items() if name not in ("axis", "units")}
-    attributes["units"] = reference["units"]
-    joined = joined.assign_coords(
-        forecast_reference_time=("forecast_reference_time", hours, reference),
-        time=(("forecast_reference_time", "lead_time"), valid, attributes),
-    )
+    del joined.time.attrs["axis"]  # which is of the start now
     joined.attrs["title"] = f"{len(forecasts)} forecasts, {first.attrs['title']} and later starts"
-    for coordinate in joined.coords.values():
-        coordinate.encoding["_FillValue"] = None
     return joined
-
-
-def _date(units: str) -> np.datetime64:
-    """Return the date of the units "hours since DATE TIME"."""
-    return np.datetime64(units.removeprefix("hours since ").replace(" ", "T"))
 
 
 def _labels(labels: Sequence[str]) -> np.ndarray:
@@ -188,18 +176,11 @@ def _time_coordinates(
     start = dataset.start_time(sample)
     if start is None:
         return "lead_time", {"lead_time": ("lead_time", hours, LEAD_TIME)}
-    # Encoded by hand, because xarray would write units with a T, which not every tool reads.
-    units = f"hours since {np.datetime_as_string(start, unit='s').replace('T', ' ')}"
-    calendar = {"units": units, "calendar": "standard"}
-    time = {"standard_name": "time", "long_name": "valid time", "axis": "T"} | calendar
-    reference = {
-        "standard_name": "forecast_reference_time",
-        "long_name": "start of the forecast",
-    } | calendar
+    seconds = (start - np.datetime64(0, "s")) / np.timedelta64(1, "s")
     return "time", {
-        "time": ("time", hours, time),
+        "time": ("time", seconds + 3600 * hours, TIME),
         "lead_time": ("time", hours, LEAD_TIME),
-        "forecast_reference_time": ((), 0.0, reference),
+        "forecast_reference_time": ((), seconds, START),
     }
 
 

@@ -15,9 +15,9 @@ from anemoi_gt.app import objects
 from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset
 from anemoi_gt.app.forecast_file import describe_forecast
 from anemoi_gt.app.scores import roll_out
-from anemoi_gt.app.trained import config_of, schema_of
 from anemoi_gt.app.training.config import choose_device, cpu_threads
 from anemoi_gt.app.training.run_files import load_checkpoint, load_weights
+from anemoi_gt.app.training.run_folder import config_of, schema_of
 from anemoi_gt.extras import import_extra
 from anemoi_gt.option_checks import check_integer
 
@@ -46,9 +46,9 @@ class Forecaster:
         path = Path(checkpoint)
         state = load_checkpoint(path)
         self._device = choose_device(device)
-        self._config = OmegaConf.create(config_of(state.get("config"), path))
+        self._config = OmegaConf.create(config_of(state, path))
         self._config.training.device = self._device.type
-        self._schema = schema_of(state.get("schema"), path)
+        self._schema = schema_of(state, path)
         self._state = state
         self._model: nn.Module | None = None  # built with the first data, which hold the grid
 

@@ -5,17 +5,16 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from anemoi_gt.app.command_line import OPTIONS, CommandLineError, hydra_main
-from anemoi_gt.app.objects import as_type
-from anemoi_gt.app.trained import config_of
+from anemoi_gt.app.command_line import ConfigError, hydra_main
 from anemoi_gt.app.training.progress import Stopped
 from anemoi_gt.app.training.run_files import load_checkpoint
+from anemoi_gt.app.training.run_folder import config_of
 from anemoi_gt.distributed import is_launched
 from anemoi_gt.extras import import_extra
 
@@ -29,10 +28,6 @@ REQUIRED_MODULES = ("hydra", "tqdm", "matplotlib", "scipy")
 ERRORS_OF_PREPARATION = (ValueError, TypeError, ImportError, OSError, FloatingPointError)
 # other errors are bugs, shown with their traceback
 ERRORS_OF_JOB = (FloatingPointError, OSError, MemoryError, torch.OutOfMemoryError)
-
-
-class ConfigError(Exception):
-    """The run cannot start as configured."""
 
 
 def store_config(config: dict[str, Any]) -> None:
@@ -80,18 +75,6 @@ def argument_value(arguments: list[str], key: str) -> Any:
         return None
 
 
-def check_options(config: "DictConfig", options: Mapping[str, Any]) -> None:
-    """Convert the options of a command to their types.
-
-    Raises ValueError for a wrong type, and MissingMandatoryValue for an option without a value.
-    """
-    from omegaconf import OmegaConf
-
-    for name, kind in options.items():
-        value = OmegaConf.select(config, name, throw_on_missing=True)
-        OmegaConf.update(config, name, as_type(name, value, kind))
-
-
 def is_multirun() -> bool:
     """Return whether Hydra runs with `--multirun`."""
     from hydra.core.hydra_config import HydraConfig
@@ -133,7 +116,7 @@ def run_command(
 
     def run(config: "DictConfig") -> Any:
         try:
-            return prepare_job(name, prepare, config)()
+            return prepare_job(prepare, config)()
         except Stopped as stopped:
             remedy = f"resume=true hydra.run.dir={output_folder()} continues the run"
             exit_with_error(module, f"{stopped}: {remedy}", stopped.exit_status)
@@ -145,7 +128,7 @@ def run_command(
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         hydra_main(name, config_name, run)
-    except (CommandLineError, OSError) as error:  # OSError: the folder of the run cannot be made
+    except (ConfigError, OSError) as error:  # OSError: the folder of the run cannot be made
         exit_with_error(module, error)
     except KeyboardInterrupt:
         exit_with_error(module, "interrupted", 130)
@@ -168,21 +151,20 @@ def run_command_on_checkpoint(
                     "or special characters twice: \"checkpoint='run (1)/best.pt'\""
                 )
             path = Path(value)
-            store_config(config_of(load_checkpoint(path).get("config"), path))
+            store_config(config_of(load_checkpoint(path), path))
         return name
 
     run_command(name, prepare, choose_config)
 
 
 def prepare_job(
-    name: str, prepare: Callable[["DictConfig"], Callable[[], Any]], config: "DictConfig"
+    prepare: Callable[["DictConfig"], Callable[[], Any]], config: "DictConfig"
 ) -> Callable[[], Any]:
     """Return the job of an application; raise user errors as a ConfigError with one sentence."""
     from hydra.errors import HydraException
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
     try:
-        check_options(config, OPTIONS[name])
         return prepare(config)
     except MissingMandatoryValue as error:  # left at ???
         raise ConfigError(f"{error.full_key} must be given, as {error.full_key}=VALUE") from error

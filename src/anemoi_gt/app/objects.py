@@ -13,15 +13,19 @@ from torch import nn
 from anemoi_gt.app.command_line import GROUPS
 from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset, Splits
 from anemoi_gt.app.datasets.schema import DataSchema
-from anemoi_gt.app.trained import check_same_network, config_of, current_target, schema_of
 from anemoi_gt.app.training import TrainingConfig
 from anemoi_gt.app.training.config import choose_device
 from anemoi_gt.app.training.run_files import load_checkpoint, load_weights
+from anemoi_gt.app.training.run_folder import (
+    check_same_network,
+    config_of,
+    current_target,
+    schema_of,
+)
 from anemoi_gt.data.graphs import check_fit
 from anemoi_gt.kernel_config import KernelConfig
 from anemoi_gt.ops.backend import Dtypes
 from anemoi_gt.ops.backends import choose_backend
-from anemoi_gt.toolchain import compile_problem
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -104,10 +108,10 @@ def build_trained(config: "DictConfig") -> tuple[Run, int | None]:
 
     path = Path(config.checkpoint)
     state = load_checkpoint(path)
-    run = build(config, schema_of(state.get("schema"), path))
+    run = build(config, schema_of(state, path))
     load_weights(run.model, state)
     values = OmegaConf.to_container(config, resolve=True)
-    check_same_network(config_of(state["config"], path), values)
+    check_same_network(config_of(state, path), values)
     run.model.to(choose_device(run.training.device)).eval()
     return run, state.get("step")
 
@@ -124,7 +128,7 @@ def instantiate(config: "DictConfig") -> Any:
 
 
 def describe(config: "DictConfig") -> dict[str, Any]:
-    """Check a config; return its `GROUPS` as plain values, with an absolute `data.path`."""
+    """Return the `GROUPS` of a config as plain values, with an absolute `data.path`."""
     from omegaconf import OmegaConf
 
     def absolute(path: Any) -> Any:
@@ -134,7 +138,6 @@ def describe(config: "DictConfig") -> dict[str, Any]:
             return str(Path(path).expanduser().absolute())
         return path
 
-    check_types(config, *GROUPS)
     values = OmegaConf.to_container(config, resolve=True)
     if "path" in values["data"]:
         values["data"]["path"] = absolute(values["data"]["path"])
@@ -145,15 +148,10 @@ def check_types(config: "DictConfig", *groups: str) -> None:
     """Convert the values of groups to the types in the signatures of their targets.
 
     Types that structured configs do not support are not checked. Raises ValueError for a wrong
-    type, or if the command line removed a group.
+    type.
     """
     from hydra.utils import get_object
 
-    missing = [group for group in groups if group not in config]
-    if missing:
-        raise ValueError(
-            f"the config must have the groups {', '.join(groups)}, got no {', '.join(missing)}"
-        )
     for group in groups:
         config[group]["_target_"] = current_target(config[group]["_target_"])
         target = get_object(config[group]["_target_"])
@@ -196,16 +194,6 @@ def _schema(kind: Any) -> "DictConfig | None":
         return OmegaConf.structured(make_dataclass("Schema", [("value", kind)]))
     except OmegaConfBaseException:
         return None
-
-
-def check_device(config: "DictConfig") -> TrainingConfig:
-    """Return the training config; raise ValueError if its device does not support it."""
-    training = instantiate(config.training)
-    device = choose_device(training.device)
-    problem = compile_problem(device) if training.compile else None
-    if problem is not None:
-        raise ValueError(f"training.compile must be false here, got true: {problem}")
-    return training
 
 
 def check_backend(kernels: KernelConfig, device: torch.device) -> str:

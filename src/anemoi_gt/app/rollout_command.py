@@ -5,15 +5,12 @@ score rollouts, use `anemoi-gt evaluate`.
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable
 
 from anemoi_gt.app import hydra_app
-from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset
 from anemoi_gt.app.forecast_file import check_forecast_path, join_starts, write_forecast
 from anemoi_gt.app.forecaster import forecast_members
-from anemoi_gt.app.objects import Run, build_trained
+from anemoi_gt.app.objects import build_trained
 from anemoi_gt.app.training.config import cpu_threads
 from anemoi_gt.extras import import_extra
 from anemoi_gt.option_checks import check_integer
@@ -33,13 +30,13 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], None]:
     check_forecast_path(path)
     import_extra("xarray", "xarray")
     run, _ = build_trained(config)
-    starts: list[ForecastDataset]
+    test = run.splits.test
     if config.start is not None:
-        dates = list(config.start) if is_list(config.start) else [config.start]
-        starts = [run.splits.test.starting_at(str(date)) for date in dates]
-        chosen = [range(len(dataset)) for dataset in starts]
+        # several dates are a list, and one date may be a number, such as 2020
+        dates = [config.start] if isinstance(config.start, str | int) else config.start
+        starts = [test.starting_at(str(date)) for date in dates]
+        chosen = [(dataset, range(len(dataset))) for dataset in starts]
     else:
-        test = run.splits.test
         test.require_samples()
         sample = -1 if config.sample is None else config.sample
         check_integer("sample", sample, least=None)
@@ -48,35 +45,21 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], None]:
                 f"sample must be one of the {len(test)} test samples, -1 the last, got {sample}"
             )
         sample %= len(test)
-        starts = [test]
-        chosen = [range(sample, sample + 1)]
-    for dataset, samples in zip(starts, chosen, strict=True):
+        chosen = [(test, range(sample, sample + 1))]
+    for dataset, samples in chosen:
         dataset.advance(samples[0], [])  # raise if there are no rollouts
-    return partial(rollout, run, starts, chosen, config.steps, path)
 
+    def rollout() -> None:
+        """Write the forecasts of all starts, one per member, to one file."""
+        forecasts = []
+        for dataset, samples in chosen:
+            with cpu_threads(run.training.threads):
+                forecasts.append(forecast_members(run.model, dataset, samples, config.steps))
+            log.info("%s, %d steps", dataset.title(samples[0]), config.steps)
+        write_forecast(path, join_starts(forecasts))
+        log.info("written: %s", path)
 
-def is_list(value: object) -> bool:
-    """Return whether a value of a config is a list."""
-    from omegaconf import ListConfig
-
-    return isinstance(value, ListConfig)
-
-
-def rollout(
-    run: Run,
-    starts: Sequence[ForecastDataset],
-    chosen: Sequence[range],
-    steps: int,
-    path: Path,
-) -> None:
-    """Write forecasts of `steps` steps from the chosen samples of each start, one per member."""
-    forecasts = []
-    for dataset, samples in zip(starts, chosen, strict=True):
-        with cpu_threads(run.training.threads):
-            forecasts.append(forecast_members(run.model, dataset, samples, steps))
-        log.info("%s, %d steps", dataset.title(samples[0]), steps)
-    write_forecast(path, join_starts(forecasts))
-    log.info("written: %s", path)
+    return rollout
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset, with_units
+from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset, aligned, with_units
 from anemoi_gt.option_checks import check_integer
 
 Forecast = Callable[[int], Tensor]  # sample index -> [N, V], physical units, on the CPU
@@ -122,25 +122,20 @@ def as_table(scores: list[Score]) -> str:
     >>> from dataclasses import replace
     >>> model = Score("model", "tracer", "kg/kg", lead_time=12, samples=64, rmse=0.01, bias=0.0)
     >>> print(as_table([model, replace(model, forecast="persistence", rmse=0.1, bias=-0.002)]))
-    tracer [kg/kg]         RMSE        bias
-    model                0.0100      0.0000
-    persistence          0.1000     -0.0020
+    tracer [kg/kg]    RMSE     bias
+    model           0.0100   0.0000
+    persistence     0.1000  -0.0020
     """
-    names = [score.forecast for score in scores]
-    headings = [with_units(score.variable, score.units) for score in scores]
-    width = max(map(len, names + headings))
-    lines = []
+    rows = []
     variable = None
     for score in scores:
         if score.variable != variable:
             variable = score.variable
             error_format = _error_format(scores, variable)
-            heading = with_units(variable, score.units)
-            lines.append(f"{heading:{width}} {'RMSE':>12} {'bias':>11}")
-        rmse = f"{score.rmse:12{error_format}}"
-        bias = f"{score.bias:11{error_format}}"
-        lines.append(f"{score.forecast:{width}} {rmse} {bias}")
-    return "\n".join(lines)
+            rows.append([with_units(variable, score.units), "RMSE", "bias"])
+        errors = (score.rmse, score.bias)
+        rows.append([score.forecast, *(f"{error:{error_format}}" for error in errors)])
+    return aligned(rows)
 
 
 def _error_format(scores: list[Score], variable: str) -> str:
@@ -174,11 +169,10 @@ def roll_out(model: nn.Module, dataset: ForecastDataset, i: int, steps: int) -> 
     """Roll out a model from sample i; return one outcome per step, on the CPU.
 
     The model must be in evaluation mode. Raises ValueError if the data set does not support
-    rollouts (`advance`), `i` is out of range, or `steps` is below 1.
+    rollouts (`advance`) or `steps` is below 1, and IndexError if `i` is out of range.
     """
     check_integer("steps", steps)
-    if not 0 <= i < len(dataset):
-        raise ValueError(f"i must be a sample index in [0, {len(dataset)}), got {i}")
+    dataset.check_sample(i)
     return list(_outcomes(model, dataset, i, steps))
 
 
@@ -221,16 +215,13 @@ def score_rollouts(model: nn.Module, dataset: ForecastDataset, steps: int) -> Ro
 def rollout_table(scores: list[Score]) -> str:
     """Return the RMSE of rollouts as a text table, with one row per variable and lead time."""
     names = list(dict.fromkeys(score.forecast for score in scores))
-    width = max(12, *map(len, names))
     cells = {(score.variable, score.lead_time, score.forecast): score for score in scores}
-    lines = []
+    rows = []
     for variable, units in dict.fromkeys((score.variable, score.units) for score in scores):
-        heading = with_units(f"RMSE of {variable}", units)
-        columns = "".join(f" {name:>{width}}" for name in names)
-        lines.append(f"{heading}{columns} {'samples':>8}")
+        rows.append([with_units(f"RMSE of {variable}", units), *names, "samples"])
         error_format = _error_format(scores, variable)
         for lead_time in dict.fromkeys(score.lead_time for score in scores):
             row = [cells[variable, lead_time, name] for name in names]
-            figures = "".join(f" {score.rmse:{width}{error_format}}" for score in row)
-            lines.append(f"{f'{lead_time:g} h':{len(heading)}}{figures} {row[0].samples:8}")
-    return "\n".join(lines)
+            errors = [f"{score.rmse:{error_format}}" for score in row]
+            rows.append([f"{lead_time:g} h", *errors, str(row[0].samples)])
+    return aligned(rows)

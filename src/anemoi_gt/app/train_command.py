@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -27,12 +27,14 @@ from anemoi_gt.app.datasets.fields import minutes
 from anemoi_gt.app.datasets.forecast_dataset import (
     Splits,
     share_of_batch,
-    starts_in_training,
     with_units,
 )
-from anemoi_gt.app.evaluate_command import write_explanation, write_report
+from anemoi_gt.app.evaluate_command import (
+    log_explanation,
+    warn_of_training_samples,
+    write_report,
+)
 from anemoi_gt.app.plots import chosen_variables
-from anemoi_gt.app.trained import config_of, flatten, schema_of
 from anemoi_gt.app.training import Trainer, TrainingConfig
 from anemoi_gt.app.training.config import choose_device, cpu_threads
 from anemoi_gt.app.training.loggers import import_logger, open_metrics
@@ -45,16 +47,19 @@ from anemoi_gt.app.training.run_folder import (
     ONE_PROCESS,
     TORCHRUN,
     checkpoint_to_continue,
+    config_of,
     find_run,
+    flatten,
     has_records,
     own,
     read_config,
     read_run,
+    schema_of,
     write_config,
 )
 from anemoi_gt.app.training.sharded import check_same_data, fit_sharded, make_sharded_trainer
 from anemoi_gt.app.training.step import autocast
-from anemoi_gt.distributed import ShardingConfig, init_distributed, is_launched
+from anemoi_gt.distributed import init_distributed, is_launched
 from anemoi_gt.distributed.consensus import broadcast_from_rank0, check_same, run_on_rank0
 from anemoi_gt.distributed.model_shard import scatter_model
 from anemoi_gt.distributed.process_group import (
@@ -63,6 +68,7 @@ from anemoi_gt.distributed.process_group import (
     make_cpu_group,
     report_sentence,
 )
+from anemoi_gt.toolchain import compile_problem
 
 log = logging.getLogger(__name__)
 
@@ -80,19 +86,15 @@ RANKS_MAY_DIFFER = ("data.path", "training.device", "training.threads", "kernels
 
 def prepare(config: "hydra_app.DictConfig") -> Callable[[], float | None]:
     """Build the objects of a config, and return a function that trains the model."""
-    objects.check_types(config, "sharding")
+    if not isinstance(config.resume, bool):
+        raise ValueError(f"resume must be true or false, got {config.resume!r}")
+    objects.check_types(config, "sharding", *GROUPS)
     if is_launched():
-        if config.explain is not None:
+        if config.explain is not None or hydra_app.is_multirun():
             raise ValueError(
-                "explain must be null under torchrun: one process explains the layers of the whole "
-                "graph"
+                "explain and --multirun must be left out under torchrun, which trains one run on "
+                "parts of the graph"
             )
-        if hydra_app.is_multirun():
-            raise ValueError(
-                "--multirun must be left out under torchrun, which trains one run: start torchrun "
-                "for each"
-            )
-        objects.check_types(config, *GROUPS)
         return partial(train_on_ranks, config)
     if objects.instantiate(config.sharding).strategy != "none":
         raise ValueError(
@@ -101,7 +103,6 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], float | None]:
         )
     folder = hydra_app.output_folder()
     description = objects.describe(config)
-    objects.check_device(config)
     with ExitStack() as ownership:
         ownership.enter_context(own(folder))
         trainer = make_trainer(config, folder, description)
@@ -125,10 +126,7 @@ def make_trainer(
         log.info("continues after step %d", trainer.step.global_step)
     if config.explain is not None:
         with autocast(training.precision, trainer.device):
-            text = write_explanation(
-                trainer.step.model.train(), splits.train, training, config.explain
-            )
-        log.info("%s", text)
+            log_explanation(trainer.step.model.train(), splits.train, training, config.explain)
     return trainer
 
 
@@ -142,13 +140,16 @@ def build_data(
     schema = None
     if state is not None:
         config.init_from = None  # the weights come from the checkpoint
-        schema = schema_of(state.get("schema"), folder / LAST)
+        schema = schema_of(state, folder / LAST)
     splits, training = objects.build_data(config, schema)
     for split in splits:
         split.require_samples()
     check_periods(splits, config)
     chosen_variables(splits.test, config.plots.variables)  # raises for unknown variables
     import_logger(training.logger)
+    problem = compile_problem(choose_device(training.device)) if training.compile else None
+    if problem is not None:
+        raise ValueError(f"training.compile must be false here, got true: {problem}")
     return splits, training
 
 
@@ -176,13 +177,17 @@ def checkpoint_to_resume(
     folder holds a run but `resume` is False, or the run is of the other kind or has another config.
     """
     path = checkpoint_to_continue(folder, writer, resume=resume)
-    if path is None:
-        check_start(folder, description, resume=resume)
-        return None
-    state = read_run(path)
-    before = config_of(state.get("config"), path)
-    check_same_config(path, before, description)
-    return state
+    if path is not None:
+        state = read_run(path)
+        check_same_config(path, config_of(state, path), description)
+        return state
+    config = read_config(folder) if has_records(folder) else None
+    if config is not None:  # of a run that ended before its first checkpoint, and starts again
+        own_config = {group: config[group] for group in description if group in config}
+        check_same_config(folder / CONFIG, own_config, description)
+    if resume:
+        log.info("%s holds no checkpoint: the run starts at step 0", folder)
+    return None
 
 
 def check_periods(splits: Splits, config: "hydra_app.DictConfig") -> None:
@@ -200,38 +205,13 @@ def check_periods(splits: Splits, config: "hydra_app.DictConfig") -> None:
             f"a run is continued with its training samples, which start {text}; those of the data "
             f"start {now}: give data.train, data.valid and data.test as dates"
         )
-    for name, split in (("validation", splits.valid), ("test", splits.test)):
-        count, period = starts_in_training(split)
-        if count:
-            log.warning(
-                "%d of %d %s samples start in the training period, %s",
-                *(count, len(split), name, period),
-            )
+    warn_of_training_samples("validation", splits.valid)
+    warn_of_training_samples("test", splits.test)
 
 
 def _period(label: str, first: str, last: str) -> str:
     """Return the training period of a member as text."""
     return f"{first} to {last}" + (f", member {label}" if label else "")
-
-
-def check_start(folder: Path, description: dict, *, resume: bool) -> None:
-    """Log that a run with `resume` starts at step 0; raise ValueError if it would be another run.
-
-    A run that ended before its first checkpoint starts again with its own config.
-    """
-    if not resume:
-        return
-    config = read_config(folder) if has_records(folder) else None
-    if config is None:
-        log.info("%s holds no checkpoint: the run starts at step 0", folder)
-        return
-    own_config = {group: config[group] for group in description if group in config}
-    check_same_config(folder / CONFIG, own_config, description)
-    log.info(
-        "%s holds metrics and no checkpoint: the run starts again at step 0, with the config in %s",
-        folder,
-        CONFIG,
-    )
 
 
 def check_same_config(path: Path, before: dict, now: dict) -> None:
@@ -286,11 +266,7 @@ def describe_data(splits: Splits) -> str:
         lines.append(f"diagnostics, which are no inputs: {', '.join(data.diagnostics)}")
     if data.forcings:
         lines.append(f"forcings: {', '.join(data.forcings)}")
-    for name, split in (
-        ("training", splits.train),
-        ("validation", splits.valid),
-        ("test", splits.test),
-    ):
+    for name, split in zip(("training", "validation", "test"), splits, strict=True):
         line = f"{len(split)} {name} samples"
         first = split.start_time(0)
         last = split.start_time(len(split) - 1)
@@ -313,10 +289,8 @@ def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
 
     @record  # records errors, so that torchrun reports the first one with its traceback
     def run() -> float | None:
-        sharding = objects.instantiate(config.sharding)
-        device_type = choose_device(config.training.device).type
         with ExitStack() as ownership:  # of the folder, on rank 0
-            return _train_on_ranks(config, sharding, device_type, ownership)
+            return _train_on_ranks(config, ownership)
 
     try:
         return run()
@@ -325,14 +299,13 @@ def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
         raise hydra_app.ConfigError(error) from error
 
 
-def _train_on_ranks(
-    config: "hydra_app.DictConfig", sharding: ShardingConfig, device_type: str, ownership: ExitStack
-) -> float | None:
+def _train_on_ranks(config: "hydra_app.DictConfig", ownership: ExitStack) -> float | None:
+    sharding = objects.instantiate(config.sharding)
     whole: Any = None  # the whole model, on rank 0 only
-    with init_distributed(sharding, device_type) as mesh:
+    with init_distributed(sharding, choose_device(config.training.device).type) as mesh:
         group = make_cpu_group(sharding)
         check_same(shared_config(config, mesh), group)
-        share_of_batch(objects.check_device(config).batch_size, mesh["data"].size())
+        share_of_batch(config.training.batch_size, mesh["data"].size())
         description = objects.describe(config) | {"sharding": asdict(sharding)}
         # the others run in the working directory, and their Hydra makes no folder
         folder = Path(broadcast_from_rank0(str(hydra_app.output_folder())))
@@ -399,9 +372,8 @@ def primary_config(arguments: list[str]) -> str:
     `resume` takes the config from the checkpoint, or from the folder if it has none; under
     torchrun, with its sharding, unless the arguments select another. If the arguments select
     configs of groups, the primary config is `train`, and the composed config must equal the
-    checkpoint's. Raises ValueError if `srun` has started several runs.
+    checkpoint's.
     """
-    check_slurm_tasks(os.environ)
     folder = hydra_app.argument_value(arguments, "hydra.run.dir")
     if not folder or hydra_app.argument_value(arguments, "resume") is not True:
         return "train"
@@ -409,7 +381,7 @@ def primary_config(arguments: list[str]) -> str:
     if checkpoint is None:
         config = read_config(Path(folder))
     else:
-        config = config_of(read_run(checkpoint).get("config"), checkpoint)
+        config = config_of(read_run(checkpoint), checkpoint)
     keys = {argument.lstrip("+~").split("=")[0].split("@")[0] for argument in arguments}
     if config is None or keys & set(GROUPS):
         return "train"
@@ -418,27 +390,6 @@ def primary_config(arguments: list[str]) -> str:
         kept["sharding"] = config["sharding"]
     hydra_app.store_config({"init_from": None} | kept)
     return "resume"
-
-
-def check_slurm_tasks(environment: Mapping[str, str]) -> None:
-    """Raise ValueError if the tasks of a Slurm step would train a run each, in one folder.
-
-    `srun` sets SLURM_STEP_NUM_TASKS, which a batch script does not have, and torchrun
-    GROUP_WORLD_SIZE, the number of torchruns that share a job.
-    """
-    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", 1))
-    if tasks == 1:
-        return
-    if not is_launched():
-        raise ValueError(
-            f"several tasks of srun must train one run by torchrun, got {tasks} tasks without it: "
-            "use srun --ntasks=1, or one torchrun per host"
-        )
-    if environment.get("GROUP_WORLD_SIZE") == "1":
-        raise ValueError(
-            f"the torchruns of all tasks of srun must share one job, got {tasks} tasks with a job "
-            f"each: give torchrun --nnodes={tasks} and --rdzv-endpoint, or use srun --ntasks=1"
-        )
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ anemoi-graphs 0.9.8, edges/attributes.py, edges/directional.py, normalise.py (de
 
 import numpy as np
 
-from anemoi_gt.data.nodes import Nodes, check_nodes
+from anemoi_gt.data.nodes import Nodes
 
 COINCIDENT = 1e-12  # a shorter horizontal component has no direction
 
@@ -51,7 +51,6 @@ def unit_std(values: np.ndarray) -> np.ndarray:
 
 
 def _check_edges(source: Nodes, destination: Nodes, edge_index: np.ndarray) -> None:
-    check_nodes(source=source, destination=destination)
     if not isinstance(edge_index, np.ndarray):
         raise ValueError(
             f"edge_index must be a NumPy array [2, E], got {type(edge_index).__name__}"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from anemoi_gt.data.nodes import EARTH_RADIUS, Nodes, check_nodes, unit_vectors
+from anemoi_gt.data.nodes import EARTH_RADIUS, Nodes, unit_vectors
 from anemoi_gt.extras import import_extra
 from anemoi_gt.option_checks import check_integer, check_number, check_positive
 
@@ -47,7 +47,6 @@ def nearest(source: Nodes, destination: Nodes, k: int) -> np.ndarray:
 
     Raises ValueError if k is not between 1 and the number of sources.
     """
-    check_nodes(source=source, destination=destination)
     check_integer("k", k, least=None)
     if not 1 <= k <= len(source):
         raise ValueError(f"k must be in [1, {len(source)}], the number of sources, got {k}")
@@ -66,7 +65,6 @@ def cutoff(source: Nodes, destination: Nodes, factor: float) -> np.ndarray:
     connects almost all sources to a triangular mesh. Raises ValueError if factor is not positive,
     there is no source, or there are fewer than two destinations.
     """
-    check_nodes(source=source, destination=destination)
     check_positive("factor", factor, ", in units of the destinations' spacing")
     if len(source) == 0:
         raise ValueError("source must have at least one node, got none")
@@ -95,7 +93,6 @@ def grid_spacing(nodes: Nodes) -> float:
 
     Raises ValueError if there are fewer than two nodes.
     """
-    check_nodes(nodes=nodes)
     if len(nodes) < 2:
         raise ValueError(f"nodes must be at least two to have a spacing, got {len(nodes)}")
     return float(nearest_distance(_points(nodes)).max())
@@ -115,7 +112,6 @@ def within(reference: Nodes, nodes: Nodes, margin: float) -> np.ndarray:
 
     Raises ValueError if margin is negative or not a number.
     """
-    check_nodes(nodes=nodes, reference=reference)
     check_number("margin", margin)
     if not margin >= 0:
         raise ValueError(f"margin must not be negative, in kilometres, got {margin}")

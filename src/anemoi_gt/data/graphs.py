@@ -26,7 +26,7 @@ from torch_geometric.data import HeteroData
 from anemoi_gt.data import edges, grids
 from anemoi_gt.data.edge_attributes import edge_direction, edge_length, unit_std
 from anemoi_gt.data.meshes import Mesh, icosphere, limited_area_icosphere, stretched_icosphere
-from anemoi_gt.data.nodes import EARTH_RADIUS, Nodes, check_nodes, unit_vectors
+from anemoi_gt.data.nodes import EARTH_RADIUS, Nodes, unit_vectors
 from anemoi_gt.option_checks import check_integer
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def icosphere_graph(
     ...  for (source, _, destination), edges in zip(graph.edge_types, graph.edge_stores)}
     {'data to hidden': 62980, 'hidden to hidden': 81840, 'hidden to data': 120960}
     """
-    if grid is not None and isinstance(nodes, Nodes):
+    if grid is not None:
         expected = len(grids.grid(grid))
         if len(nodes) != expected:
             raise ValueError(
@@ -154,7 +154,6 @@ def limited_area_graph(
     >>> len(limited_area_graph(octahedral(96), margin=None)["hidden"].x)
     10242
     """
-    check_nodes(nodes=nodes)
     check_integer("nearest", nearest)
     if refinement is None:
         distance = edges.nearest_distance(nodes.xyz)
@@ -231,7 +230,6 @@ def stretched_graph(
     >>> len(alps["hidden"].x) - len(icosphere_graph(octahedral(96), refinement=4)["hidden"].x)
     60
     """
-    check_nodes(nodes=nodes)
     inside = nodes.inside(area)
     if not inside.any():
         raise ValueError(
@@ -253,11 +251,9 @@ def encoder_processor_decoder(
 ) -> HeteroData:
     """Return the graph of data nodes and a hidden mesh, whose edges the processor uses.
 
-    `cutoff` and `nearest` are as for `icosphere_graph`. Raises ValueError if `mesh` is not a Mesh,
-    or an option is out of range.
+    `cutoff` and `nearest` are as for `icosphere_graph`. Raises ValueError if an option is out of
+    range.
     """
-    if not isinstance(mesh, Mesh):
-        raise ValueError(f"mesh must be a Mesh, such as icosphere(5), got {type(mesh).__name__}")
     return _connect(
         {DATA: nodes, HIDDEN: mesh.nodes}, _edges_with_data(nodes, mesh, cutoff, nearest)
     )

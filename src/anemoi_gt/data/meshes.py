@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from anemoi_gt.data.edges import sort_by_destination, within
-from anemoi_gt.data.nodes import Nodes, check_nodes
+from anemoi_gt.data.nodes import Nodes
 from anemoi_gt.extras import import_extra
 from anemoi_gt.option_checks import check_integer
 
@@ -126,7 +126,6 @@ def check_refinement(name: str, refinement: int) -> None:
 
 def _over(area: Nodes, nodes: Nodes, margin: float) -> np.ndarray:
     """Return a mask of the nodes at most `margin` kilometres outside an area."""
-    check_nodes(area=area)
     if len(area) == 0:
         raise ValueError("area must have at least one node, got none")
     return within(area, nodes, margin)

@@ -9,7 +9,7 @@ from anemoi_gt.app.datasets.field_dataset import field_data
 from anemoi_gt.app.datasets.physical import PhysicalModel
 from anemoi_gt.app.datasets.schema import DataSchema
 from anemoi_gt.app.forecast_file import describe_forecast
-from anemoi_gt.app.map_image import MapImage
+from anemoi_gt.app.plots import MapImage
 from anemoi_gt.app.scores import measure, model_forecast, roll_out, score_rollouts
 from anemoi_gt.app.training.step import weighted_mse
 

@@ -21,8 +21,8 @@ CHECKPOINTED = {"checkpoint_groups": 2, "dropout": 0.1}
 REASONS = {
     "cpu": "device cpu has no CUDA graphs; set training.device=cuda",
     "checkpointed": (
-        "activation checkpointing of layers with dropout cannot be captured, got processor, "
-        "encoder.data, decoder.data; set model.checkpoint_groups=null or model.dropout=0"
+        "activation checkpointing of layers with dropout cannot be captured, got processor; "
+        "set model.checkpoint_groups=null or model.dropout=0"
     ),
     "gloo": "the ranks of a model must communicate by NCCL, got cpu:gloo,cuda:gloo",
 }

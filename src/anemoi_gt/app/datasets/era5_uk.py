@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Self
 
 import numpy as np
 import torch
@@ -78,7 +77,7 @@ class Era5UkDataset(ForecastDataset):
     `LAGS` hours and since the reference, two harmonics of the hour of the day, and the position.
 
     `field` has all hours, `starts` is the range of the samples' start hours, and `lead_time` is 1
-    to 24 hours.
+    to 24 hours. `normalisation` is that of a trained model, by default of the training days.
     """
 
     variables = ("t2m",)
@@ -90,7 +89,13 @@ class Era5UkDataset(ForecastDataset):
     reference_name = "the variables 24 hours before the truth"
     lead_time: int
 
-    def __init__(self, field: HourlyField, starts: range, lead_time: int):
+    def __init__(
+        self,
+        field: HourlyField,
+        starts: range,
+        lead_time: int,
+        normalisation: Mapping[str, Tensor] | None = None,
+    ):
         self.field = field
         self.starts = starts
         self.lead_time = lead_time
@@ -103,29 +108,35 @@ class Era5UkDataset(ForecastDataset):
             *(f"{f} {k} x hour of day" for k in (1, 2) for f in ("sin", "cos")),
             *("latitude", "longitude"),
         )
-        training = field.values[:FIRST_VALID_HOUR]
-        daily_change = training[HOURS_PER_DAY:] - training[:-HOURS_PER_DAY]
-        self.change_mean = daily_change.mean()[None]
-        self.change_std = daily_change.std()[None]
-        mean = training.mean(dim=0)
-        changes = [training[lag:] - training[:-lag] for lag in self.lags]
-        lag_std = torch.stack([change.std() for change in changes])
+        normalisation = normalisation or self._measure()
+        self._normalisation = {name: tensor.float() for name, tensor in normalisation.items()}
+        self.change_mean = self._normalisation["change_mean"]
+        self.change_std = self._normalisation["change_std"]
         position = torch.from_numpy(self.nodes.radians)
         position = ((position - position.mean(dim=0)) / position.std(dim=0)).float()
-        statistics = {"mean": mean, "anomaly_std": (training - mean).std(), "lag_std": lag_std}
-        self.encoding = Era5UkInputs(self.lags, lead_time, position, statistics)
+        self.encoding = Era5UkInputs(self.lags, lead_time, position, self._normalisation)
+
+    def _measure(self) -> dict[str, Tensor]:
+        """Return the `normalisation` of the training days."""
+        training = self.field.values[:FIRST_VALID_HOUR]
+        daily_change = training[HOURS_PER_DAY:] - training[:-HOURS_PER_DAY]
+        mean = training.mean(dim=0)
+        changes = [training[lag:] - training[:-lag] for lag in self.lags]
+        return {
+            "change_mean": daily_change.mean()[None],
+            "change_std": daily_change.std()[None],
+            "mean": mean,
+            "anomaly_std": (training - mean).std(),
+            "lag_std": torch.stack([change.std() for change in changes]),
+        }
 
     def normalisation(self) -> dict[str, Tensor]:
         """Return the statistics of the change, the mean per node, and standard deviations."""
-        return super().normalisation() | self.encoding.statistics()
+        return dict(self._normalisation)
 
-    def normalised_by(self, normalisation: Mapping[str, Tensor]) -> Self:
+    def normalised_by(self, normalisation: Mapping[str, Tensor]) -> "Era5UkDataset":
         """Return the same samples, normalised by the statistics of `normalisation`."""
-        other = super().normalised_by(normalisation)
-        statistics = {name: normalisation[name].float() for name in Era5UkInputs.STATISTICS}
-        position = self.encoding.position
-        other.encoding = Era5UkInputs(self.lags, self.lead_time, position, statistics)
-        return other
+        return Era5UkDataset(self.field, self.starts, self.lead_time, normalisation)
 
     def physical_inputs(self) -> "Era5UkInputs":
         """Return the module that converts temperatures of the last hours to input channels."""
@@ -149,9 +160,8 @@ class Era5UkDataset(ForecastDataset):
             raise ValueError(
                 f"start must have {max(LAGS)} hours before it in the data, got {start}"
             )
-        other = copy.copy(self)
-        other.starts = range(index, index + 1)
-        return other
+        starts = range(index, index + 1)
+        return Era5UkDataset(self.field, starts, self.lead_time, self._normalisation)
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -238,26 +248,25 @@ class Era5UkDataset(ForecastDataset):
 class Era5UkInputs(PhysicalInputs):
     """The input channels of `Era5UkDataset`: anomaly, changes, harmonics of the hour, position."""
 
-    STATISTICS = ("mean", "anomaly_std", "lag_std")
     mean: Tensor  # buffers
     anomaly_std: Tensor
     lag_std: Tensor
     position: Tensor
 
     def __init__(
-        self, lags: Sequence[int], lead_time: int, position: Tensor, statistics: dict[str, Tensor]
+        self,
+        lags: Sequence[int],
+        lead_time: int,
+        position: Tensor,
+        statistics: Mapping[str, Tensor],
     ):
         super().__init__()
         self.names = ("t2m", *(f"t2m -{lag} h" for lag in lags))
         self.units = ("K",) * len(self.names)
         self.reference = (0, *lags).index(HOURS_PER_DAY - lead_time)
-        for name in self.STATISTICS:
+        for name in ("mean", "anomaly_std", "lag_std"):
             self.register_buffer(name, statistics[name])
         self.register_buffer("position", position)
-
-    def statistics(self) -> dict[str, Tensor]:
-        """Return the mean per node [N], and deviations of the anomaly and of each change."""
-        return {name: self.get_buffer(name) for name in self.STATISTICS}
 
     # `time` is always passed, because needs_time is True.
     def forward(  # type: ignore[override]

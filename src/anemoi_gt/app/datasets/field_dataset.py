@@ -40,7 +40,7 @@ from anemoi_gt.app.datasets.forecast_dataset import (
     find_start,
 )
 from anemoi_gt.app.datasets.physical import PhysicalInputs, day_angle, year_angle
-from anemoi_gt.app.datasets.readers import READERS
+from anemoi_gt.app.datasets.readers import READERS, read_files
 from anemoi_gt.app.datasets.roles import (
     ChosenRoles,
     choose_roles,
@@ -107,12 +107,11 @@ def field_data(
     check_integer("input_steps", input_steps)
     check_positive("lead_time", lead_time, ", in hours")
     chosen = ChosenRoles(variables, diagnostics, forcings)
-    grouped = group(READERS[format](path))
+    grouped = group(read_files(path, format))
     if schema is None:
         fields = arrange(select(grouped, chosen))
     else:
         fields = arrange(find_variables(grouped, chosen, schema))
-    require_times(fields)
     check_spacing(fields)
     train_period, valid_period, test_period = split_times(fields.times, train, valid, test)
     if schema is not None:
@@ -130,15 +129,6 @@ def field_data(
     for split in splits:
         split.require_samples()
     return splits
-
-
-def require_times(fields: Fields) -> None:
-    """Raise ValueError unless a variable has times."""
-    if len(fields.times) == 0:
-        raise ValueError(
-            "files must have a time coordinate of dates in the standard calendar, found none for "
-            f"{', '.join(fields.readers)} in {fields.source}"
-        )
 
 
 def check_spacing(fields: Fields) -> None:
@@ -240,6 +230,7 @@ class FieldDataset(ForecastDataset):
         self.change_std = self.statistics.change_std
         self.weights = self.statistics.weights(states.node_weights)
         self.encoding = FieldInputs(states, self.statistics)
+        self._compares = self.statistics.of_model  # the first inputs, once
 
     def within(self, period: np.ndarray) -> "FieldDataset":
         """Return the samples of a period [T] bool that have inputs and truth.
@@ -264,7 +255,7 @@ class FieldDataset(ForecastDataset):
         """
         has_inputs = self.states.has_inputs()
         if not has_inputs.any():
-            raise ValueError(self._no_samples_message())
+            raise ValueError(self.no_samples_message())
         if start == "latest":
             return self._starting(np.flatnonzero(has_inputs)[-1:], self.left_out)
         index = find_start(self.states.fields.times, start)
@@ -282,11 +273,6 @@ class FieldDataset(ForecastDataset):
         samples = replace(self.samples, starts=starts, left_out=left_out)
         return FieldDataset(self.states, samples, self.statistics)
 
-    def require_samples(self) -> None:
-        """Raise ValueError if there is no sample; the message has the spacing of the times."""
-        if len(self) == 0:
-            raise ValueError(self._no_samples_message())
-
     def normalised(self) -> "FieldDataset":
         """Return the same samples, normalised by their own statistics. Raises like `measure`."""
         statistics = measure(self.states, self._statistics_starts())
@@ -298,7 +284,7 @@ class FieldDataset(ForecastDataset):
 
     def normalised_by(self, normalisation: Mapping[str, Tensor]) -> "FieldDataset":
         """Return the same samples, normalised by the statistics of `normalisation`."""
-        statistics = Statistics.of_model(normalisation, self.statistics.missing)
+        statistics = Statistics.of_trained(normalisation, self.statistics.missing)
         return FieldDataset(self.states, self.samples, statistics)
 
     def like(self, schema: DataSchema) -> "FieldDataset":
@@ -308,7 +294,7 @@ class FieldDataset(ForecastDataset):
             missing = missing.repeat(len(self.nodes), 1)
             for name, points in schema.missing.items():
                 missing[:, self.states.names.index(name)] = torch.from_numpy(points)
-        statistics = Statistics.of_model(schema.normalisation, missing)
+        statistics = Statistics.of_trained(schema.normalisation, missing)
         samples = replace(self.samples, trained_periods=schema.periods)
         return FieldDataset(self.states, samples, statistics)
 
@@ -353,11 +339,11 @@ class FieldDataset(ForecastDataset):
 
     def start_time(self, i: int) -> np.datetime64:
         """Return the start time of sample i."""
-        return self.states.time(int(self.samples.starts[i]))
+        return self.states.time(self._start(i))
 
     def member(self, i: int) -> str:
         """Return the label of the ensemble member of sample i, "" if it has none."""
-        return self.states.member(int(self.samples.starts[i]))
+        return self.states.member(self._start(i))
 
     def __len__(self) -> int:
         return len(self.samples.starts)
@@ -372,19 +358,21 @@ class FieldDataset(ForecastDataset):
         return self.encoding.channels(*self.physical_sample(i))
 
     def present(self, i: int) -> Tensor:
-        return self._state(int(self.samples.starts[i]))
+        return self._state(self._start(i))
 
     def reference(self, i: int) -> Tensor:
         """Return the variables at the start, with 0 for diagnostics, [N, V]."""
         return self.states.reference(self.present(i))
 
     def truth(self, i: int) -> Tensor:
-        return self._at(i, 1)[:, : len(self.variables)]
+        end = self.states.later(self._start(i), 1)
+        assert end is not None  # samples have a truth
+        return self._state(end)
 
     def advance(self, i: int, forecasts: Sequence[Tensor]) -> Step:
         """Return the step after these forecasts. Raises ValueError if forcings are missing."""
         state = forecasts[-1] if forecasts else self.present(i)
-        end = self.states.later(int(self.samples.starts[i]), len(forecasts) + 1)
+        end = self.states.later(self._start(i), len(forecasts) + 1)
         truth = None if end is None else self._state(end)
         inputs = self.encoding.channels(*self._physical(i, forecasts))
         return Step(inputs, self.states.reference(state), truth)
@@ -406,7 +394,8 @@ class FieldDataset(ForecastDataset):
         """Return the starts of the samples from which statistics are estimated."""
         return self.samples.starts[evenly_spaced(len(self), STATISTICS_SAMPLES)].tolist()
 
-    def _no_samples_message(self) -> str:
+    def no_samples_message(self) -> str:
+        """Return the message of `require_samples`, with the spacing of the times."""
         times = self.states.fields.times
         spacing = ""
         if len(times) > 1:
@@ -424,11 +413,9 @@ class FieldDataset(ForecastDataset):
         """Return the variables of a state, [N, V]; raise like `FieldStates.checked`."""
         return self.states.checked(t, self.statistics.missing)[:, : len(self.variables)]
 
-    def _at(self, i: int, step: int) -> Tensor:
-        """Return the state of a sample, [N, variables and forcings]; raise like `_state`."""
-        t = self.states.later(int(self.samples.starts[i]), step)
-        assert t is not None  # samples have all inputs and a truth
-        return self.states.checked(t, self.statistics.missing)
+    def _start(self, i: int) -> int:
+        """Return the state at which sample i starts."""
+        return int(self.samples.starts[i])
 
     def _physical(self, i: int, forecasts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return the inputs of `encoding` for the step that follows `forecasts`."""
@@ -438,13 +425,16 @@ class FieldDataset(ForecastDataset):
         for step, columns in enumerate(states.inputs, start=now - self.input_steps + 1):
             # After the start, only forcings are read, unless all of them are constant.
             field_step = step if step <= 0 or states.has_dynamic_forcings else 0
-            if states.later(int(self.samples.starts[i]), field_step) is None:
+            t = states.later(self._start(i), field_step)
+            if t is None:
                 raise ValueError(
                     f"a rollout needs the forcings of every step, the data end before step {step}"
                 )
-            fields = torch.where(statistics.missing, statistics.mean, self._at(i, field_step))
-            if statistics.range is not None:
-                statistics.range.compare(states.names, fields)
+            state = states.checked(t, statistics.missing)
+            fields = torch.where(statistics.missing, statistics.mean, state)
+            if self._compares:
+                self._compares = False
+                statistics.compare(states.names, fields)
             if step > 0:
                 fields = torch.cat([forecasts[step - 1], fields[:, len(self.variables) :]], dim=1)
             channels.append(fields[:, columns])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from anemoi_gt.app.datasets.field_states import FieldStates
 from anemoi_gt.app.datasets.fields import Key, minutes, position
+from anemoi_gt.app.datasets.forecast_dataset import aligned
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +40,8 @@ class Statistics:
     mean_state : callable, optional
         Returns the mean of the training samples at each node, [N, V]. None without such samples, as
         for a trained model on other data.
-    range : TrainingRange, optional
-        Compares the first inputs of a trained model with its training samples.
+    of_model : bool
+        True if they are those of a trained model, with which its first inputs are compared.
     """
 
     mean: Tensor
@@ -51,7 +52,7 @@ class Statistics:
     change_std: Tensor
     missing: Tensor
     mean_state: Callable[[], Tensor] | None = None
-    range: "TrainingRange | None" = None
+    of_model: bool = False
 
     @classmethod
     def none(cls, states: FieldStates) -> "Statistics":
@@ -61,19 +62,29 @@ class Statistics:
         return cls(zeros, ones, zeros, zeros, *change, missing=nowhere(states))
 
     @classmethod
-    def of_model(cls, normalisation: Mapping[str, Tensor], missing: Tensor) -> "Statistics":
+    def of_trained(cls, normalisation: Mapping[str, Tensor], missing: Tensor) -> "Statistics":
         """Return the statistics in the `normalisation` of a trained model."""
         values: dict[str, Any] = {name: tensor.float() for name, tensor in normalisation.items()}
         if "smallest" not in values:  # checkpoints of 0.3.0 have no extremes
             spread = UNKNOWN_EXTREMES * values["std"]
             values |= {"smallest": values["mean"] - spread, "largest": values["mean"] + spread}
-        extremes = TrainingRange(values["smallest"], values["largest"], values["std"])
-        return cls(**values, missing=missing, range=extremes)
+        return cls(**values, missing=missing, of_model=True)
 
     def normalisation(self) -> dict[str, Tensor]:
         """Return means, deviations and extremes of the columns and of the change, by name."""
         names = ("mean", "std", "smallest", "largest", "change_mean", "change_std")
         return {name: getattr(self, name) for name in names}
+
+    def compare(self, names: Sequence[str], state: Tensor) -> None:
+        """Warn if a state [N, V] is far from the training samples."""
+        lowest, highest = state.amin(dim=0), state.amax(dim=0)
+        beyond = torch.maximum(self.smallest - lowest, highest - self.largest) / self.std
+        for v in torch.nonzero(beyond > FAR)[:, 0].tolist():
+            log.warning(
+                "%s is from %.5g to %.5g in the first inputs, %.3g standard deviations beyond the "
+                "%.5g to %.5g of the training samples: check units and missing values",
+                *(names[v], lowest[v], highest[v], beyond[v], self.smallest[v], self.largest[v]),
+            )
 
     def weights(self, node_weights: Tensor) -> Tensor:
         """Return weights of mean 1 in loss and scores: [N], or [N, V] with 0 at missing points."""
@@ -226,13 +237,7 @@ def _table(states: FieldStates, mean: Tensor, std: Tensor, seen: "_Extremes") ->
         figures += [f"{number:.5g}" for number in (seen.smallest[v], seen.largest[v])]
         words = [name, key.parameter, key.text(), states.units[v], kinds[v]]
         rows.append([*words, *figures, str(missing)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        words = [f"{cell:{width}}" for cell, width in zip(row[:5], widths[:5], strict=True)]
-        figures = [f"{cell:>{width}}" for cell, width in zip(row[5:], widths[5:], strict=True)]
-        lines.append("  ".join([*words, *figures]).rstrip())
-    return "\n".join(lines)
+    return aligned(rows, texts=5)
 
 
 class _Extremes:
@@ -257,28 +262,6 @@ class _Extremes:
             self.always_missing &= ~is_finite
             self.states += 1
             yield state
-
-
-class TrainingRange:
-    """The range of each variable in training, with which the first inputs are compared, once."""
-
-    def __init__(self, smallest: Tensor, largest: Tensor, std: Tensor):
-        self.smallest, self.largest, self.std = smallest, largest, std
-        self._compared = False
-
-    def compare(self, names: Sequence[str], state: Tensor) -> None:
-        """Warn if a state [N, V] is far from the training samples; later calls do nothing."""
-        if self._compared:
-            return
-        self._compared = True
-        lowest, highest = state.amin(dim=0), state.amax(dim=0)
-        beyond = torch.maximum(self.smallest - lowest, highest - self.largest) / self.std
-        for v in torch.nonzero(beyond > FAR)[:, 0].tolist():
-            log.warning(
-                "%s is from %.5g to %.5g in the first inputs, %.3g standard deviations beyond the "
-                "%.5g to %.5g of the training samples: check units and missing values",
-                *(names[v], lowest[v], highest[v], beyond[v], self.smallest[v], self.largest[v]),
-            )
 
 
 def moments_of(states: Iterable[Tensor], weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -190,8 +190,10 @@ class Series:
         [T] datetime64, the valid times, in any order; [0] for one field without time.
     read : callable
         From the index of a time, 0 without time, to values [N] float32.
-    member, version : str
-        Ensemble member and version of the experiment; "" if the file has none.
+    member : str
+        Label of the ensemble member; "" if the file has none.
+    versions : tuple of str
+        Versions of the experiment, several if they change with time.
     member_keys : tuple
         All other keys of the member, which are equal at all its times.
     origin : str
@@ -206,7 +208,7 @@ class Series:
     source: str
     member: str = ""
     member_keys: OtherKeys = ()
-    version: str = ""
+    versions: tuple[str, ...] = ()
     origin: str = ""
     attributes: dict[str, str] = field(default_factory=dict)
 
@@ -216,8 +218,8 @@ class Series:
         words = [f"{self.key.parameter}{units}", self.key.text(), self.origin]
         if self.member:
             words.append(f"member {self.member}")
-        if self.version:
-            words.append(f"expver {self.version}")
+        if self.versions:
+            words.append(f"expver {' and '.join(self.versions)}")
         if time is None and len(self.times):
             time = self.times.min()
         if time is not None:
@@ -502,7 +504,8 @@ class _States:
         self._fields: dict[str, list[tuple[Series, int]]] = {}  # series, index in its times
         for member in _sorted_labels({one.member for one in series}):
             by_time = _by_time([one for one in series if one.member == member])
-            versions = dict.fromkeys(one.version for one, _ in by_time.values())
+            fields = by_time.values()
+            versions = dict.fromkeys(version for one, _ in fields for version in one.versions)
             if len(versions) > 1:
                 name = series[0].key.parameter
                 log.warning("%s has fields of expver %s", name, " and ".join(versions))
@@ -544,14 +547,10 @@ def _by_time(series: Sequence[Series]) -> dict[int, tuple[Series, int]]:
                 fields[time] = other, i
                 continue
             one, _ = fields[time]
-            remedy = "keep one, as by drop_duplicates"
-            if one.version != other.version:
-                remedy = "keep one, or fill the gaps of one with the other, as by combine_first"
-            elif one.origin != other.origin or one is other:
-                remedy = "keep one start or one step of the forecasts"
             raise ValueError(
                 f"each field must be there once, got {one.describe(other.times[i])} and "
-                f"{other.describe(other.times[i])}: {remedy}"
+                f"{other.describe(other.times[i])}: keep one start or one step of the forecasts, "
+                "one of the files, or join two versions, as by combine_first"
             )
     return dict(sorted(fields.items(), key=itemgetter(0)))
 

@@ -9,6 +9,7 @@ holds the normalisation, converts outputs to forecasts:
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
@@ -18,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-from anemoi_gt.app.datasets.fields import Grid, Key
+from anemoi_gt.app.datasets.fields import Grid, Key, minutes
 from anemoi_gt.app.datasets.physical import PhysicalInputs
-from anemoi_gt.app.datasets.schema import DataSchema, Period
+from anemoi_gt.app.datasets.schema import TEXT, DataSchema, Period
 from anemoi_gt.data.nodes import Nodes
 
 
@@ -155,7 +156,11 @@ class ForecastDataset(Dataset, ABC):
     def require_samples(self) -> None:
         """Raise ValueError if there is no sample."""
         if len(self) == 0:
-            raise ValueError("each split must have a sample, got none")
+            raise ValueError(self.no_samples_message())
+
+    def no_samples_message(self) -> str:
+        """Return the message of `require_samples`."""
+        return "each split must have a sample, got none"
 
     def normalisation(self) -> dict[str, Tensor]:
         """Return the statistics that normalise inputs and change, by name."""
@@ -197,13 +202,9 @@ class ForecastDataset(Dataset, ABC):
     def schema(self) -> DataSchema:
         """Return the schema of the data for the checkpoints of a model trained on them."""
         return DataSchema(
-            variables=tuple(self.variables),
-            diagnostics=tuple(self.diagnostics),
-            forcings=tuple(self.forcings),
-            constants=tuple(self.constants),
+            **{name: tuple(getattr(self, name)) for name in TEXT},
             units=dict(zip(self.variables, self.units, strict=True)) | dict(self.forcing_units),
             keys=dict(self.keys),
-            input_names=tuple(self.input_names),
             lead_time=float(self.lead_time),
             input_steps=self.input_steps,
             reference=self.reference_name,
@@ -242,13 +243,10 @@ class ForecastDataset(Dataset, ABC):
         has another shape.
         """
         expected = (len(self.nodes), self.out_channels)
-        got: object = type(output).__name__
-        if isinstance(output, Tensor):
-            got = tuple(output.shape)
-        if got != expected:
+        if output.shape != expected:
             raise ValueError(
                 f"output must be a tensor {expected}, one row per node and one column per "
-                f"variable, got {got}"
+                f"variable, got {tuple(output.shape)}"
             )
         return self.add_change(self.reference(i), output)
 
@@ -288,30 +286,43 @@ def starts_in_training(samples: ForecastDataset) -> tuple[int, str]:
 
     The periods are those of the trained model. Data without members are compared with all.
     """
-    periods: dict[str, list[Period]] = {}
-    for period in samples.trained_periods:
-        periods.setdefault(period[0], []).append(period)
+    periods = [
+        (label, np.datetime64(first), np.datetime64(last))
+        for label, first, last in samples.trained_periods
+    ]
     count = 0
-    found: set[Period] = set()
+    found = set()
     for i in range(len(samples)):
-        label, time = samples.member(i), samples.start_time(i)
+        member, time = samples.member(i), samples.start_time(i)
         if time is None:
             continue
-        candidates: Iterable[Period] = samples.trained_periods
-        if label:
-            candidates = (*periods.get(label, ()), *periods.get("", ()))
-        inside = [p for p in candidates if np.datetime64(p[1]) <= time <= np.datetime64(p[2])]
+        inside = []
+        for label, first, last in periods:
+            if (label == member or "" in (label, member)) and first <= time <= last:
+                inside.append((first, last))
         count += len(inside) > 0
         found.update(inside)
     if not found:
         return 0, ""
-    first, last = min(period[1] for period in found), max(period[2] for period in found)
-    return count, f"{first} to {last}"
+    first, last = min(first for first, _ in found), max(last for _, last in found)
+    return count, f"{minutes(first)} to {minutes(last)}"
 
 
 def with_units(name: str, units: str) -> str:
     """Return "name [units]", or the name if there are no units."""
     return f"{name} [{units}]" if units else name
+
+
+def aligned(rows: Sequence[Sequence[str]], texts: int = 1) -> str:
+    """Return rows of cells as a table, with the first `texts` columns on the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        for i in range(texts):
+            cells[i] = row[i].ljust(widths[i])
+        lines.append("  ".join(cells))
+    return "\n".join(lines)
 
 
 def find_start(times: np.ndarray, start: str) -> int:
@@ -363,6 +374,7 @@ class Splits(NamedTuple):
     test: ForecastDataset
 
 
+@dataclass(eq=False)
 class TrainingBatches:
     """Batches of a run, or of one data rank, from repeated random orders of the samples.
 
@@ -372,27 +384,20 @@ class TrainingBatches:
     ValueError if the batch cannot be split evenly, or is larger than the data set.
     """
 
-    def __init__(
-        self,
-        dataset: ForecastDataset,
-        batch_size: int,
-        steps: int,
-        seed: int,
-        device: torch.device,
-        rank: int = 0,
-        ranks: int = 1,
-    ):
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.steps = steps
-        self.seed = seed
-        self.device = device
-        self.rank = rank
-        self.local_batch_size = share_of_batch(batch_size, ranks)
-        if batch_size > len(dataset):
+    dataset: ForecastDataset
+    batch_size: int
+    steps: int
+    seed: int
+    device: torch.device
+    rank: int = 0
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        share_of_batch(self.batch_size, self.ranks)
+        if self.batch_size > len(self.dataset):
             raise ValueError(
-                f"training.batch_size must be at most {len(dataset)}, the number of training "
-                f"samples, got {batch_size}"
+                f"training.batch_size must be at most {len(self.dataset)}, the number of training "
+                f"samples, got {self.batch_size}"
             )
 
     def since(self, step: int) -> Iterator[Sample]:
@@ -404,12 +409,11 @@ class TrainingBatches:
         )
         # skipped indices are drawn, and their samples not loaded
         remaining = islice(enumerate(order), step * self.batch_size, None)
+        share = share_of_batch(self.batch_size, self.ranks)
         local_samples = (
-            sample
-            for n, sample in remaining
-            if n % self.batch_size // self.local_batch_size == self.rank
+            sample for n, sample in remaining if n % self.batch_size // share == self.rank
         )
-        return load(self.dataset, self.local_batch_size, self.device, local_samples)
+        return load(self.dataset, share, self.device, local_samples)
 
 
 def share_of_batch(batch_size: int, ranks: int) -> int:

@@ -195,7 +195,7 @@ def _series(
         source=path,
         member="" if number is None else str(number),
         member_keys=keys[1],
-        version=str(get("expver") or ""),
+        versions=(str(get("expver")),) if get("expver") else (),
         origin=origin,
         attributes={key: str(value) for key, value in attributes.items() if value},
     )

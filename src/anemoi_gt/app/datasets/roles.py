@@ -67,7 +67,7 @@ def choose_roles(fields: Fields, chosen: ChosenRoles, period: np.ndarray) -> tup
     if not variables and not diagnostics:
         raise ValueError(
             f"variables must be among {', '.join(fields.readers)}, in one role each, got none that "
-            "changes with time"
+            "changes with time, at dates of the standard calendar"
         )
     return fields, Roles(tuple(variables), tuple(diagnostics), tuple(forcings))
 
@@ -86,13 +86,14 @@ def select(grouped: Mapping[str, list[Series]], chosen: ChosenRoles) -> Mapping[
             "data.variables out for all that change with time"
         )
     names = [*forecast, *(chosen.forcings or [])]
-    check_names(names, forecast, grouped, _static(grouped))
+    static = [name for name, series in grouped.items() if is_static(series)]
+    check_names(names, forecast, grouped, static)
     wanted = {name: grouped[name] for name in grouped if name in names}
     if chosen.forcings is None:  # those without time, on the same grid
         grid = next(iter(wanted.values()))[0].grid
-        for name, series in grouped.items():
-            if is_static(series) and grid.same(series[0].grid):
-                wanted[name] = series
+        for name in static:
+            if grid.same(grouped[name][0].grid):
+                wanted[name] = grouped[name]
     return wanted
 
 
@@ -107,10 +108,6 @@ def check_names(
         raise ValueError(
             f"variables must be among {', '.join(known)}, in one role each, got {', '.join(wrong)}"
         )
-
-
-def _static(grouped: Mapping[str, Sequence[Series]]) -> list[str]:
-    return [name for name, series in grouped.items() if is_static(series)]
 
 
 def find_variables(

@@ -6,7 +6,6 @@ grid were derived again from a file, they could silently differ.
 
 import logging
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -156,45 +155,29 @@ class DataSchema:
                 raise ValueError(
                     f"{meaning} must be {_text(expected)}, as in the checkpoint, got {_text(got)}"
                 )
-        self.check_units(data.units)
-        self.check_keys(data.keys)
-        self.check_grid(data.nodes)
-
-    def check_units(self, units: dict[str, str]) -> None:
-        """Raise ValueError if the units of a variable differ; unknown units are not compared."""
-        for name, expected in self.units.items():
-            got = units.get(name, "")
-            if expected and got and expected != got:
+        for name, units in self.units.items():
+            got = data.units.get(name, "")
+            if units and got and units != got:  # unknown ones are not compared
                 raise ValueError(
-                    f"{name} must be in {expected}, as in the checkpoint, got {got}: convert the "
-                    "data"
+                    f"{name} must be in {units}, as in the checkpoint, got {got}: convert the data"
                 )
-
-    def check_keys(self, keys: Mapping[str, Key]) -> None:
-        """Raise ValueError if a key of a variable differs, as far as both files tell.
-
-        The name of the parameter may differ.
-        """
-        for name, expected in self.keys.items():
-            differences = expected.differences(keys.get(name, expected))
+        for name, key in self.keys.items():  # the name of the parameter may differ
+            differences = key.differences(data.keys.get(name, key))
             if differences:
                 raise ValueError(
                     f"{name} must have the keys of the checkpoint: {'; '.join(differences)}"
                 )
-
-    def check_grid(self, nodes: Nodes) -> None:
-        """Raise ValueError unless the grid has the same nodes in the same order."""
-        if len(nodes) != len(self.nodes):
+        if len(data.nodes) != len(self.nodes):
             raise ValueError(
                 f"the grid must have the {len(self.nodes)} nodes of the checkpoint, got "
-                f"{len(nodes)} nodes"
+                f"{len(data.nodes)} nodes"
             )
-        is_different = distance(nodes, self.nodes) > TOLERANCE
+        is_different = distance(data.nodes, self.nodes) > TOLERANCE
         if is_different.any():
             first = int(np.argmax(is_different))
             raise ValueError(
                 f"the grid must equal the checkpoint's, whose node {first} is at "
-                f"{position(self.nodes, first)}, got {position(nodes, first)}"
+                f"{position(self.nodes, first)}, got {position(data.nodes, first)}"
             )
 
 

@@ -31,10 +31,9 @@ al. (2012), A standard test case suite for two-dimensional linear transport on t
 Model Dev. 5, 887-901, section 2: the same with dimensions, T = 12 days and k T = 10.
 """
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -103,10 +102,7 @@ class Flow:
 
     def __post_init__(self) -> None:
         for name in ("axis", "centre"):
-            vector = np.asarray(getattr(self, name), dtype=np.float64)
-            if vector.shape != (3,):
-                raise ValueError(f"{name} must be a vector [3], got {vector.shape}")
-            object.__setattr__(self, name, vector)
+            object.__setattr__(self, name, np.asarray(getattr(self, name), dtype=np.float64))
         vectors = np.stack([self.axis, self.centre])
         if not np.allclose(vectors @ vectors.T, np.eye(2), atol=1e-12):
             raise ValueError(
@@ -174,6 +170,36 @@ class Case:
         return self.hills(self.flow.transport(xyz, self.start + hours, self.start))
 
 
+@dataclass(frozen=True, eq=False)
+class Sites:
+    """Nodes and their weights, with the arrays that each sample needs, made once."""
+
+    nodes: Nodes
+    weights: Tensor
+    xyz: np.ndarray
+    frame: np.ndarray
+    position: Tensor
+
+    @classmethod
+    def of(cls, nodes: Nodes) -> "Sites":
+        """Return the sites of all nodes of a grid."""
+        lat, lon = nodes.radians.T
+        position = np.stack([np.sin(lat), np.cos(lat), np.sin(lon), np.cos(lon)], axis=-1)
+        weights = torch.from_numpy(area_weights(nodes)).float()
+        return cls(nodes, weights, nodes.xyz, nodes.frame, torch.from_numpy(position).float())
+
+    def at(self, index: Tensor) -> "Sites":
+        """Return the sites of the nodes `index` [n] int64."""
+        rows = index.numpy()
+        return Sites(
+            self.nodes[rows],
+            self.weights[index],
+            self.xyz[rows],
+            self.frame[rows],
+            self.position[index],
+        )
+
+
 class Statistics(NamedTuple):
     """Statistics of training samples: mean of the tracer, deviations of tracer, change and wind."""
 
@@ -183,6 +209,10 @@ class Statistics(NamedTuple):
     wind_std: float
 
 
+UNNORMALISED = Statistics(tracer_mean=0.0, tracer_std=1.0, change_std=1.0, wind_std=1.0)
+
+
+@dataclass(eq=False)
 class SphereDataset(ForecastDataset):
     """Reproducible advection problems on one grid, generated on access.
 
@@ -193,8 +223,15 @@ class SphereDataset(ForecastDataset):
 
     There are `size` samples. The kind of flow of each is drawn from `flows`, "rotation" or
     "deformation"; the lead time is in hours. Sample i is seeded with the integers `key` and i.
-    `statistics` is the normalisation, computed from the first samples.
+    `statistics` is the normalisation.
     """
+
+    sites: Sites
+    size: int
+    flows: tuple[str, ...]
+    lead_time: float
+    key: tuple[int, ...]
+    statistics: Statistics = UNNORMALISED
 
     variables = ("tracer",)
     units = ("kg/kg",)
@@ -204,43 +241,24 @@ class SphereDataset(ForecastDataset):
         *("sin latitude", "cos latitude", "sin longitude", "cos longitude"),
     )
 
-    def __init__(
-        self,
-        nodes: Nodes,
-        size: int,
-        flows: tuple[str, ...],
-        lead_time: float,
-        key: tuple[int, ...],
-    ):
-        self.nodes = nodes
-        self.size = size
-        self.flows = flows
-        self.lead_time = lead_time
-        self.key = key
-        self.weights = torch.from_numpy(area_weights(nodes)).float()
-        self._xyz = nodes.xyz
-        self._frame = nodes.frame
-        lat, lon = nodes.radians.T
-        position = np.stack([np.sin(lat), np.cos(lat), np.sin(lon), np.cos(lon)], axis=-1)
-        self._position = torch.from_numpy(position).float()
-        cases = [self.case(i) for i in range(min(size, STATISTICS_SAMPLES))]
-        stride = -(-len(nodes) // STATISTICS_NODES)
-        xyz = self._xyz[::stride]
-        tracer = np.stack([case.tracer(xyz, 0) for case in cases])
-        later = np.stack([case.tracer(xyz, lead_time) for case in cases])
-        wind = np.stack([case.flow.wind(xyz, case.start) for case in cases])
-        change_std = np.sqrt(((later - tracer) ** 2).mean())
-        wind_std = np.sqrt((wind**2).sum(-1).mean() / 2)
-        self.statistics = Statistics(tracer.mean(), tracer.std(), change_std, wind_std)
+    def __post_init__(self) -> None:
+        self.nodes = self.sites.nodes
+        self.weights = self.sites.weights
         self.change_mean = torch.zeros(1)
         self.change_std = torch.tensor([self.statistics.change_std], dtype=torch.float32)
 
-    def others(self, size: int, key: tuple[int, ...]) -> "SphereDataset":
-        """Return other samples on the same nodes, with the same normalisation."""
-        other = copy.copy(self)
-        other.size = size
-        other.key = key
-        return other
+    def normalised(self) -> "SphereDataset":
+        """Return the same samples, normalised by the statistics of the first ones."""
+        cases = [self.case(i) for i in range(min(self.size, STATISTICS_SAMPLES))]
+        stride = -(-len(self.nodes) // STATISTICS_NODES)
+        xyz = self.sites.xyz[::stride]
+        tracer = np.stack([case.tracer(xyz, 0) for case in cases])
+        later = np.stack([case.tracer(xyz, self.lead_time) for case in cases])
+        wind = np.stack([case.flow.wind(xyz, case.start) for case in cases])
+        change_std = np.sqrt(((later - tracer) ** 2).mean())
+        wind_std = np.sqrt((wind**2).sum(-1).mean() / 2)
+        statistics = Statistics(tracer.mean(), tracer.std(), change_std, wind_std)
+        return replace(self, statistics=statistics)
 
     def normalisation(self) -> dict[str, Tensor]:
         """Return the statistics of tracer, change and wind."""
@@ -251,12 +269,8 @@ class SphereDataset(ForecastDataset):
 
     def normalised_by(self, normalisation: Mapping[str, Tensor]) -> "SphereDataset":
         """Return the same samples, normalised by the statistics of `normalisation`."""
-        other = copy.copy(self)
-        other.statistics = Statistics(
-            **{name: normalisation[name].item() for name in Statistics._fields}
-        )
-        other.change_std = torch.tensor([other.statistics.change_std], dtype=torch.float32)
-        return other
+        values = {name: normalisation[name].item() for name in Statistics._fields}
+        return replace(self, statistics=Statistics(**values))
 
     def __len__(self) -> int:
         return self.size
@@ -300,7 +314,7 @@ class SphereDataset(ForecastDataset):
 
     def physical_inputs(self) -> "SphereInputs":
         """Return the module that converts tracer and winds to input channels."""
-        return SphereInputs(self.statistics, self._position)
+        return SphereInputs(self.statistics, self.sites.position)
 
     def physical_sample(self, i: int) -> tuple[Tensor]:
         """Return tracer and winds of sample i, [N, 5]."""
@@ -308,14 +322,7 @@ class SphereDataset(ForecastDataset):
 
     def select_nodes(self, index: Tensor) -> "SphereDataset":
         """Return the same samples, computed only at the nodes `index` [n] int64."""
-        rows = index.numpy()
-        subset = copy.copy(self)
-        subset.nodes = self.nodes[rows]
-        subset.weights = self.weights[index]
-        subset._position = self._position[index]
-        subset._xyz = self._xyz[rows]
-        subset._frame = self._frame[rows]
-        return subset
+        return replace(self, sites=self.sites.at(index))
 
     def title(self, i: int) -> str:
         """Return the kind of flow and the lead time."""
@@ -333,12 +340,12 @@ class SphereDataset(ForecastDataset):
                 components.append(np.einsum("nid,nd->ni", frame, wind))
             return np.concatenate(components, axis=1)
 
-        winds = in_blocks(wind_components, self._xyz, self._frame)
+        winds = in_blocks(wind_components, self.sites.xyz, self.sites.frame)
         return torch.cat([tracer, torch.from_numpy(winds).float()], dim=1)
 
     def _tracer(self, i: int, hours: float) -> Tensor:
         case = self.case(i)
-        tracer = in_blocks(lambda xyz: case.tracer(xyz, hours), self._xyz)
+        tracer = in_blocks(lambda xyz: case.tracer(xyz, hours), self.sites.xyz)
         return torch.from_numpy(tracer).float()[:, None]
 
 
@@ -401,10 +408,6 @@ def sphere(
     >>> train[0].inputs.shape, train[0].target.shape
     (torch.Size([544, 9]), torch.Size([544, 1]))
     """
-    if isinstance(flows, str) or not isinstance(flows, Sequence):
-        raise ValueError(
-            f"flows must be a list of kinds, such as [{', '.join(DEFORMATION)}], got {flows!r}"
-        )
     if not flows or any(kind not in tuple(DEFORMATION) for kind in flows):
         raise ValueError(
             f"flows must be one or more of {', '.join(DEFORMATION)}, got {list(flows)}"
@@ -414,5 +417,7 @@ def sphere(
     check_integer("test_size", test_size)
     check_integer("seed", seed, least=0)
     check_positive("lead_time", lead_time, ", in hours")
-    train = SphereDataset(grid(grid_name), train_size, tuple(flows), lead_time, key=(seed, 0))
-    return Splits(train, train.others(valid_size, (seed, 1)), train.others(test_size, (seed, 2)))
+    sites = Sites.of(grid(grid_name))
+    train = SphereDataset(sites, train_size, tuple(flows), lead_time, (seed, 0)).normalised()
+    valid = replace(train, size=valid_size, key=(seed, 1))
+    return Splits(train, valid, replace(train, size=test_size, key=(seed, 2)))

@@ -9,7 +9,8 @@ import logging
 import re
 import warnings
 from collections.abc import Collection, Hashable, Iterator, Mapping
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Roles of coordinates: standard names, and the names of those without attributes.
-STANDARD_NAMES: dict[str, tuple[str, ...]] = {
-    "latitude": ("latitude",),
-    "longitude": ("longitude",),
-    "time": ("time",),
-    "start": ("forecast_reference_time",),
-    "step": ("forecast_period",),
-    "member": ("realization",),
+STANDARD_NAMES = {
+    "latitude": "latitude",
+    "longitude": "longitude",
+    "time": "time",
+    "start": "forecast_reference_time",
+    "step": "forecast_period",
+    "member": "realization",
 }
 NAMES = {
     "latitude": ("lat", "latitude"),
@@ -91,9 +92,8 @@ def _with_roles(source: "xarray.Dataset") -> tuple["xarray.Dataset", dict[Hashab
     # cf-xarray looks among coordinates, where not every file has its latitudes
     everything = source.set_coords(list(source.data_vars))
     standard_names = everything.cf.standard_names
-    for role, names in STANDARD_NAMES.items():
-        for standard_name in names:
-            roles |= dict.fromkeys(standard_names.get(standard_name, ()), role)
+    for role, standard_name in STANDARD_NAMES.items():
+        roles |= dict.fromkeys(standard_names.get(standard_name, ()), role)
     for role in ("latitude", "longitude"):  # by their units, such as degrees_north
         for key in everything.cf.coordinates.get(role, ()):
             roles.setdefault(key, role)
@@ -120,23 +120,20 @@ def _described_variables(source: "xarray.Dataset") -> set[Hashable]:
     return names
 
 
+@dataclass
 class _DatasetReader:
     """The fields of one data set; grids that several variables share are made once."""
 
-    def __init__(
-        self,
-        source: "xarray.Dataset",
-        roles: Mapping[Hashable, str],
-        described: Collection[Hashable],
-        name: str,
-    ):
-        self.source = source
-        self.roles = roles
-        self.described = described  # bounds and grid mappings
-        # xarray attaches scalar coordinates to all variables, files name them for one each
-        self.names_coordinates = any("coordinates" in v.encoding for v in source.variables.values())
-        self.name = name
-        self._grids: dict[tuple, Grid] = {}
+    source: "xarray.Dataset"
+    roles: Mapping[Hashable, str]
+    described: Collection[Hashable]  # bounds and grid mappings
+    name: str
+    _grids: dict[tuple, Grid] = field(default_factory=dict)
+
+    @cached_property
+    def names_coordinates(self) -> bool:
+        """True if variables name their coordinates: xarray attaches scalar ones to all."""
+        return any("coordinates" in v.encoding for v in self.source.variables.values())
 
     def series(self, name: str, array: "xarray.DataArray") -> Iterator[Series]:
         """Yield the fields of a variable. Raises LeftOutError if it has none."""
@@ -150,21 +147,19 @@ class _DatasetReader:
         array, interval = self._at_ends(array)
         valid_range = _valid_range(array)
         for levels, labels, part in self._split(array, grid.dims):
-            valid, time_dim, origin = self._times(array, part)
-            of_versions = self._by_version(part, labels.get("version", ""), valid, time_dim)
-            for version, times, indices in of_versions:
-                yield Series(
-                    key=Key(name, levels, interval, others),
-                    units=units,
-                    grid=grid,
-                    times=times,
-                    read=partial(_read, part, grid.dims, time_dim, indices, valid_range),
-                    source=self.name,
-                    member=labels.get("member", ""),
-                    version=version,
-                    origin=origin,
-                    attributes=attributes,
-                )
+            times, time_dim, origin = self._times(array, part)
+            yield Series(
+                key=Key(name, levels, interval, others),
+                units=units,
+                grid=grid,
+                times=times,
+                read=partial(_read, part, grid.dims, time_dim, valid_range),
+                source=self.name,
+                member=labels.get("member", ""),
+                versions=self._versions(part, labels, time_dim),
+                origin=origin,
+                attributes=attributes,
+            )
 
     def _check_constant(self, array: "xarray.DataArray") -> None:
         """Raise FieldError if member or level of a field change along its times.
@@ -368,18 +363,15 @@ class _DatasetReader:
         found.sort(key=lambda c: (c.name != "valid_time", c.name not in part.dims, c.ndim == 0))
         return found[0] if found else None
 
-    def _by_version(
-        self, part: "xarray.DataArray", version: str, times: np.ndarray, time_dim: Hashable | None
-    ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-        """Yield each version of an experiment, its times, and their indices in the part."""
-        along_time = [c for c in self._find(part, "version") if c.dims == (time_dim,)]
-        if not along_time:
-            yield version, times, np.arange(len(times))
-            return
-        versions = along_time[0].values
-        for value in dict.fromkeys(versions.tolist()):
-            indices = np.flatnonzero(versions == value)
-            yield str(value), times[indices], indices
+    def _versions(
+        self, part: "xarray.DataArray", labels: Mapping[str, str], time_dim: Hashable | None
+    ) -> tuple[str, ...]:
+        """Return the versions of the experiment, of which a part has one or several in time."""
+        values = [labels["version"]] if "version" in labels else []
+        for coordinate in self._find(part, "version"):
+            if coordinate.dims == (time_dim,):
+                values = coordinate.values.tolist()
+        return tuple(dict.fromkeys(map(str, values)))
 
     def _at_ends(self, array: "xarray.DataArray") -> tuple["xarray.DataArray", str]:
         """Return a field at the ends of its intervals, and their length and kind, such as "6h sum".
@@ -491,13 +483,12 @@ def _read(
     part: "xarray.DataArray",
     grid_dims: tuple[str, ...],
     time_dim: Hashable | None,
-    indices: np.ndarray,
     valid_range: tuple[float, float] | None,
     index: int,
 ) -> np.ndarray:
     """Return the values of a field at the time of an index, [N] float32; NaN if not valid."""
     if time_dim is not None and time_dim in part.dims:
-        part = part.isel({time_dim: int(indices[index])})
+        part = part.isel({time_dim: index})
     values = part.transpose(*grid_dims).values.reshape(-1).astype(np.float32)
     if valid_range is not None:
         low, high = valid_range

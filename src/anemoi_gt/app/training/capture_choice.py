@@ -127,27 +127,19 @@ def _runs_once(code: str) -> str:
 
 
 def _checkpointed_dropout(model: nn.Module) -> str | None:
-    """Return which layers with dropout are recomputed in backward, None if no layers are.
+    """Return which processor or mapper recomputes layers with dropout in backward, or None.
 
     PyTorch would read the state of the generator during capture, and refuses.
     """
-    checkpointed = [
-        name or type(part).__name__
-        for name, part in model.named_modules()
-        if _checkpoints_dropout(part)
-    ]
-    if not checkpointed:
-        return None
-    return (
-        "activation checkpointing of layers with dropout cannot be captured, got "
-        f"{', '.join(checkpointed)}; set model.checkpoint_groups=null or model.dropout=0"
-    )
-
-
-def _checkpoints_dropout(part: nn.Module) -> bool:
-    """Return whether a processor or mapper recomputes layers with dropout in backward."""
-    recomputes = getattr(part, "checkpoint_groups", None) is not None or getattr(
-        part, "gradient_checkpointing", False
-    )
-    blocks = (block for block in part.modules() if isinstance(block, GraphTransformerBaseBlock))
-    return recomputes and any(block.dropout > 0 for block in blocks)
+    for name, part in model.named_modules():
+        recomputes = getattr(part, "checkpoint_groups", None) is not None or getattr(
+            part, "gradient_checkpointing", False
+        )
+        blocks = (block for block in part.modules() if isinstance(block, GraphTransformerBaseBlock))
+        if recomputes and any(block.dropout > 0 for block in blocks):
+            return (
+                "activation checkpointing of layers with dropout cannot be captured, got "
+                f"{name or type(part).__name__}; set model.checkpoint_groups=null or "
+                "model.dropout=0"
+            )
+    return None

@@ -14,9 +14,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from anemoi_gt.app.trained import flatten
 from anemoi_gt.app.training.run_files import MetricsFile, atomic_write
-from anemoi_gt.app.training.run_folder import METRICS
+from anemoi_gt.app.training.run_folder import METRICS, flatten
 from anemoi_gt.app.training.trainer import Trainer
 from anemoi_gt.extras import import_extra
 

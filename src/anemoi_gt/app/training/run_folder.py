@@ -1,5 +1,7 @@
 """The folder of a run: its owner while it trains, and the state from which the run continues.
 
+Config and data schema of a checkpoint are read with the names and options of this version.
+
 .lock, .lock.owner    held by the process that trains
 .hydra/config.yaml    the config, from which a run starts again that has no checkpoint
 last.pt               of one process, or the folder last/ of torchrun: continues the run
@@ -7,16 +9,20 @@ best.pt               of one process, and of torchrun at its end; best/ of torch
 metrics.jsonl         records since step 1
 """
 
+import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anemoi_gt.app.trained import current_config
+from anemoi_gt.app.datasets.schema import DataSchema
 from anemoi_gt.app.training.run_files import atomic_write, load_checkpoint, sharded
 from anemoi_gt.distributed.ownership import Ownership
 from anemoi_gt.distributed.sharded_checkpoint import find_checkpoint, load_values
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+log = logging.getLogger(__name__)
 
 LAST = "last.pt"
 BEST = "best.pt"
@@ -27,6 +33,15 @@ ONE_PROCESS = "one process"
 TORCHRUN = "torchrun"
 REMEDY = {ONE_PROCESS: "resume=true without torchrun", TORCHRUN: "resume=true with torchrun"}
 ELSEWHERE = "another hydra.run.dir starts a new one"
+MOVED = {  # prefixes of `_target_` in configs of 0.2.0
+    "anemoi_gt.training.": "anemoi_gt.app.training.",
+    "anemoi_gt.data.field_dataset.": "anemoi_gt.app.datasets.field_dataset.",
+    "anemoi_gt.data.sphere_advection.": "anemoi_gt.app.datasets.sphere_advection.",
+    "anemoi_gt.data.era5_uk.": "anemoi_gt.app.datasets.era5_uk.",
+}
+RENAMED = {"attention": "kernels"}  # groups of 0.4.0
+REMOVED = {"kernels": ("tile", "fixed_degree_kernels")}  # options of 0.2.0 that affected speed
+NOT_IN_FORECASTS = ("model.mapper_chunks", "model.checkpoint_groups", "model.dropout")
 
 
 def own(folder: Path) -> Ownership:
@@ -91,28 +106,22 @@ def has_records(folder: Path) -> bool:
 
 
 def write_config(folder: Path, config: "DictConfig", description: dict[str, Any]) -> None:
-    """Write the composed config, and those of Hydra, to `.hydra`.
+    """Write the composed config to `.hydra`.
 
-    Hydra itself writes them before the folder is owned, over those of a run that still trains.
+    Hydra itself writes it before the folder is owned, over that of a run that still trains.
     `description` has the values of groups with absolute paths, so that the run can start again from
     any working directory.
     """
-    from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
-    hydra = HydraConfig.get()
     values = OmegaConf.to_container(config, resolve=True)
     assert isinstance(values, dict)
     if values.get("init_from") is not None:
         values["init_from"] = str(Path(values["init_from"]).absolute())
-    (folder / CONFIG).parent.mkdir(exist_ok=True)
-    for name, content in (
-        ("config", values | description),
-        ("hydra", {"hydra": hydra}),
-        ("overrides", hydra.overrides.task),
-    ):
-        with atomic_write((folder / CONFIG).with_name(f"{name}.yaml")) as file:
-            file.write(OmegaConf.to_yaml(OmegaConf.create(content)).encode())
+    path = folder / CONFIG
+    path.parent.mkdir(exist_ok=True)
+    with atomic_write(path) as file:
+        file.write(OmegaConf.to_yaml(OmegaConf.create(values | description)).encode())
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
@@ -124,3 +133,77 @@ def read_config(folder: Path) -> dict[str, Any] | None:
         return None
     config: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     return current_config(config)
+
+
+def current_target(target: str) -> str:
+    """Return the current name of a `_target_`, which may be from a config of 0.2.0."""
+    for former, new in MOVED.items():
+        if target.startswith(former):
+            return new + target.removeprefix(former)
+    return target
+
+
+def current_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of a checkpoint with the names and options of this version."""
+    current = {}
+    for former_group, values in config.items():
+        group = RENAMED.get(former_group, former_group)
+        if isinstance(values, Mapping):
+            values = dict(values)
+            for option in REMOVED.get(group, ()):
+                values.pop(option, None)
+            if isinstance(values.get("_target_"), str):
+                values["_target_"] = current_target(values["_target_"])
+        current[group] = values
+    return current
+
+
+def config_of(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the config in the state of a checkpoint, with the names and options of this version.
+
+    Raises ValueError if it has none.
+    """
+    config = state.get("config")
+    if not isinstance(config, Mapping):
+        raise ValueError(f"a checkpoint must contain the config of its run, {path} does not")
+    return current_config(config)
+
+
+def schema_of(state: Mapping[str, Any], path: Path) -> DataSchema | None:
+    """Return the schema of a checkpoint; for one of 0.2.0, which has none, warn and return None.
+
+    Raises ValueError if an entry is missing.
+    """
+    if state.get("schema"):
+        return DataSchema.from_dict(dict(state["schema"]))
+    log.warning(
+        "%s was written by 0.2.0, which did not keep the order of the variables, their units, "
+        "means and standard deviations, and the grid: they are taken from the data, and are "
+        "correct only if these are the data of the run",
+        path,
+    )
+    return None
+
+
+def check_same_network(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise ValueError if graph or network of a config differ from those in a checkpoint.
+
+    Loading the weights is no sufficient check: with a different number of heads, or a different
+    edge radius, weights still have the same shapes.
+    """
+    groups = ("graph", "model")
+    before = dict(flatten({group: before[group] for group in groups if group in before}))
+    now = dict(flatten({group: now[group] for group in groups}))
+    for key, value in now.items():
+        if key in before and before[key] != value and key not in NOT_IN_FORECASTS:
+            raise ValueError(f"{key} must be {before[key]}, as in the checkpoint, got {value}")
+
+
+def flatten(values: Mapping[str, Any], key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (path, value) of nested dicts, with dots in the path; nothing for an empty dict."""
+    for name, value in values.items():
+        path = f"{key}.{name}" if key else name
+        if isinstance(value, Mapping):
+            yield from flatten(value, path)
+        else:
+            yield path, value

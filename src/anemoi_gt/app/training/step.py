@@ -6,7 +6,6 @@ weights   = AdamW(weights, g, learning rate of the step)
 average   = d average + (1 - d) weights,  d = average_decay; initially the weights
 """
 
-import logging
 import math
 from collections.abc import Callable
 
@@ -27,8 +26,6 @@ from anemoi_gt.nn import (
     InteractionBlock,
 )
 from anemoi_gt.replay.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph
-
-log = logging.getLogger(__name__)
 
 LOSS_SCALE = 2.0**10  # initial scale for float16; losses are about 1, and the scaler increases it
 # a gradient that overflows float16 even at this scale is above 2**30, so no scale helps
@@ -86,12 +83,6 @@ class TrainingStep:
     ):
         self.config = config
         self.device = device
-        if config.warmup_steps > config.steps:
-            log.warning(
-                "training.warmup_steps is %d, taken as training.steps=%d",
-                config.warmup_steps,
-                config.steps,
-            )
         self.model = model.to(device)
         self.weights = weights.to(device)
         self.average = AveragedModel(

@@ -34,8 +34,8 @@ class Trainer:
     `last.pt` is the state after the latest validation, or at the step where the run stopped;
     `best.pt` is the state at the lowest validation loss, written after `last.pt`. On a CPU, two
     runs with the same config, data and number of threads are bitwise identical, even if one was
-    interrupted and continued from `last.pt`. Raises ValueError if config is not a TrainingConfig,
-    or its device is not available.
+    interrupted and continued from `last.pt`. Raises ValueError if the device of the config is not
+    available.
 
     Parameters
     ----------
@@ -78,8 +78,6 @@ class Trainer:
         read_best_loss: Callable[[Path], float] = read_best_loss,
         stop_request: Callable[[], StopRequest] = StopRequest,
     ):
-        if not isinstance(config, TrainingConfig):
-            raise ValueError(f"config must be a TrainingConfig, got {config!r}")
         self.splits = splits
         self.config = config
         self.folder = Path(folder)
