@@ -206,7 +206,6 @@ def test_numpy_integers_are_sizes():
         r"output must have the shape of target, .*, got \(3, 2, 8\)",
     ),
     *options(partial(ShardingConfig, "edges"), "be a", model=1.5, timeout="5"),
-    (lambda: Partition.balanced([1, 1], 2), r"cost must be a tensor \[N\], got list"),
     (lambda: Partition.balanced(torch.ones(3).long(), 0), "num_ranks must be at least 1, got 0"),
 )
 def test_a_run_names_wrong_arguments(wrong, message):

@@ -61,7 +61,6 @@ from anemoi_gt.distributed.process_group import (
     exit_without_finalization,
     local_device,
     make_cpu_group,
-    report_sentence,
 )
 
 log = logging.getLogger(__name__)
@@ -321,7 +320,6 @@ def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
     try:
         return run()
     except hydra_app.ERRORS_OF_PREPARATION as error:
-        report_sentence(error)
         raise hydra_app.ConfigError(error) from error
 
 
