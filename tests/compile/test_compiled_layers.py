@@ -46,7 +46,8 @@ def assert_trains(layer, sample):
 ALONE = ("conv", "interaction_block", "processor_block", "mapper_block")
 
 
-@pytest.mark.parametrize("name", ALONE)
+# a convolution: in one more precision, and on strided rows, below
+@pytest.mark.parametrize("name", ALONE[1:])
 def test_a_layer_trains_in_one_graph(name):
     assert_trains(make_layer(name), sample_for(name, SIZES[0]))
 

@@ -60,9 +60,12 @@ def block_of(kind, backend="pyg", **options):
     ("kind", "backend", "options"),
     (
         ("processor", "pyg", {}),
-        ("mapper", "triton", {"edge_pre_mlp": True, "attn_channels": 8}),
+        (
+            "mapper",
+            "triton",
+            {"edge_pre_mlp": True, "attn_channels": 8, "mlp_implementation": "swiglu"},
+        ),
         ("mapper", "triton", {"shard_strategy": "heads", "bias": False, "qk_norm": True}),
-        ("mapper", "triton", {"mlp_implementation": "swiglu"}),
     ),
     ids=str,
 )
