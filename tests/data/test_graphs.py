@@ -52,6 +52,7 @@ def test_layout_equals_anemoi_graphs_with_positions_in_radians(graph):
         assert store.edge_dirs.dtype == torch.float32
 
 
+@pytest.mark.nightly
 @pytest.mark.application
 def test_the_benchmark_graph_has_its_published_counts():
     graph = icosphere_graph(classic(320), refinement=6)
