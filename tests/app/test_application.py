@@ -109,7 +109,6 @@ def test_a_backend_that_cannot_run_is_refused_with_its_reason_before_training(
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("kernels.backend=cuda", "backend must be one of auto, triton, torch, got 'cuda'"),
         ("training.steps=0", "training.steps must be at least 1, got 0"),
         (
             "training.cuda_graph=true",
@@ -118,16 +117,10 @@ def test_a_backend_that_cannot_run_is_refused_with_its_reason_before_training(
         ("training.steps=many", "training.steps must be int, got 'many'"),
         ("training.threads=1.5", "training.threads must be int | None, got 1.5"),
         ("training.learning_rate=true", "training.learning_rate must be float, got True"),
-        ("graph.refinement=abc", "graph.refinement must be int, got 'abc'"),
         ("data.grid_name=[O4]", "data.grid_name must be str, got ['O4']"),
         ("resume=maybe", "resume must be true or false, got 'maybe'"),
         ("training.seed=???", "training.seed must be given, as training.seed=VALUE"),
-        (
-            "model.channels=7",
-            "num_heads must divide the attention channels, got 4 heads and 7 channels",
-        ),
         ("+model.width=7", "unexpected keyword argument 'width'"),
-        ("data.grid_name=X3", "grid must be"),
         (
             "training.batch_size=9",
             "training.batch_size must be at most 8, the number of training samples, got 9",
@@ -139,7 +132,6 @@ def test_a_backend_that_cannot_run_is_refused_with_its_reason_before_training(
             "no file nowhere.grib: give the data as data.path=FILE",
         ),
         ("data=xarray", "data.path must be given, as data.path=VALUE"),
-        ("data=xarray data.path=5", "no file 5: give the data as data.path=FILE"),
         (
             "data=xarray data.path=a data.train=2020",
             "data.train must be list[str] | None, got 2020",

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xarray
-from support.nightly import nightly
 from support.own_data import weather_file
 from support.pages import FILE, ROOT, blocks
 
@@ -183,7 +182,7 @@ def rotated_file():
     return source, dims, lat, lon
 
 
-@pytest.mark.parametrize("make_file", [forecast_file, *nightly(icon_file, rotated_file)])
+@pytest.mark.parametrize("make_file", [forecast_file, icon_file, rotated_file])
 def test_the_page_is_followed_with_files_of_other_tools(workdir, start, make_file, capsys):
     source, dims, lat, lon = make_file()
     source.to_netcdf("weather.nc")

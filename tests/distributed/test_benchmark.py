@@ -6,9 +6,9 @@ import pytest
 import sharding
 from support.forked import forked_commands
 
-pytestmark = [pytest.mark.ranks, pytest.mark.nightly]
 
-
+@pytest.mark.ranks
+@pytest.mark.nightly
 def test_one_and_two_ranks_and_models_of_anemoi_are_compared_and_timed(tmp_path, monkeypatch):
     # gloo lacks collectives that the sharding of anemoi-models uses
     def feasible(options, ranks, tasks=sharding.tasks_of):

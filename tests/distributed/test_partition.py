@@ -53,19 +53,10 @@ def test_a_node_order_is_split_by_the_costs_along_it_and_positions_and_nodes_are
         (lambda: Ranges((0,)), "bounds must start at 0 and be sorted ascending"),
         (lambda: Ranges((1, 2)), "bounds must start at 0 and be sorted ascending"),
         (lambda: Ranges((0, 3, 2)), "bounds must start at 0 and be sorted ascending"),
-        (lambda: Ranges([0, 3]), "bounds must be a tuple of int, got [0, 3]"),
-        (lambda: Ranges((0, 1.5, 3)), "bounds must be a tuple of int, got (0, 1.5, 3)"),
         (
             lambda: Ranges.balanced(torch.ones(3), 2),
             "cost must be integer, so that every rank finds the same bounds",
         ),
-        (lambda: Ranges.balanced(torch.tensor([3, -9, 4]), 2), "cost must be at least 0, got -9"),
-        (
-            lambda: Ranges.balanced(torch.ones(3, 2).long(), 2),
-            "cost must have shape [N], got (3, 2)",
-        ),
-        (lambda: Ranges.even(3, 0), "num_ranks must be at least 1, got 0"),
-        (lambda: Partition((0, 3)), "ranges must be Ranges, got tuple"),
     ],
 )
 def test_wrong_ranges_are_refused(make, message):
@@ -75,9 +66,6 @@ def test_wrong_ranges_are_refused(make, message):
 @pytest.mark.parametrize(
     ("order", "message"),
     [
-        (torch.tensor([0, 1]), "order must have shape [3], one node per position, got (2,)"),
-        (torch.tensor([0.0, 2.0, 1.0]), "order must have dtype int64, got torch.float32"),
-        ([0, 2, 1], "order must be a tensor [3], one node per position, got list"),
         # 1 has no owner
         (torch.tensor([0, 2, 2]), "hold each node 0 .. 2 once, got 2 at position 1 when sorted"),
         (torch.tensor([0, 1, 3]), "got 3 at position 2"),

@@ -3,7 +3,6 @@
 One JSON line is printed for each:
 
 python compile_row_kernels.py resources cuda:90    registers and spills of rows of 512 and 1024
-python compile_row_kernels.py binaries hip:gfx942  what comes out for any GPU
 python compile_row_kernels.py offsets cuda:90      with 32-bit and with 64-bit offsets, and TTIR
 """
 
@@ -116,8 +115,6 @@ def main(what, where):
     if what == "resources":
         cases = [*launches(512, SINGLE, HALF), *launches(1024, SINGLE, HALF)]
         cases += [*launches(1024, HALF, HALF), *launches(512, SINGLE, SINGLE)]
-    elif what == "binaries":
-        cases = [*launches(64, SINGLE, torch.float16)]
     else:
         cases = [*launches(512, SINGLE, HALF), *launches(512, SINGLE, HALF, 2**31 // 512)]
     for launch, dtypes in cases:
@@ -131,10 +128,7 @@ def main(what, where):
             continue
         one = compile_launch(kernel, args, target, ALIGNED)
         line["name"] = one.metadata.name
-        if what == "resources":
-            line |= resources(one) | {"num_warps": one.metadata.num_warps}
-        else:
-            line["binaries"] = sorted({"cubin", "hsaco"} & set(one.asm))
+        line |= resources(one) | {"num_warps": one.metadata.num_warps}
         print(json.dumps(line), flush=True)
 
 

@@ -607,16 +607,6 @@ def test_rows_of_512_and_1024_features_spill_nothing(target):
         assert line["local"] == 0, line
 
 
-# Each of them compiles for these in test_compile.py, too; here are all forms.
-@pytest.mark.nightly
-@pytest.mark.process
-@pytest.mark.parametrize(("target", "binary"), [("cuda:80", "cubin"), ("hip:gfx90a", "hsaco")])
-def test_row_kernels_compile_for_other_gpus(target, binary):
-    lines = lines_of(COMPILE, "binaries", target)
-    assert {line["kernel"] for line in lines} == KERNELS
-    assert all(line["binaries"] == [binary] for line in lines)
-
-
 @pytest.mark.process
 def test_compiled_offsets_are_64_bit_where_they_can_pass_2_to_31_and_32_bit_where_they_cannot():
     compiled = {False: set(), True: set()}

@@ -231,11 +231,6 @@ def test_an_unsupported_part_unfuses_only_its_own_sublayer(options, change, expe
     assert operators_of("processor", options, change) == expected
 
 
-def test_a_mapper_whose_norm_has_two_modules_keeps_its_attention():
-    change = lambda block: setattr(block, "layer_norm_attention", nn.LayerNorm(24))  # noqa: E731
-    assert operators_of("mapper", {}, change) == [ALONE, FEED_FORWARD]
-
-
 @pytest.mark.compiled
 def test_compiled_groups_of_layers_are_recomputed_one_at_a_time():
     _, (x,), *edges = make("processor")

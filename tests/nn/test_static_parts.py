@@ -78,18 +78,10 @@ def test_poles_rounded_to_float32_are_accepted():
         "within .* radians, got up to 50; convert degrees",
     ),
     (lambda: StaticNodes(torch.tensor([[math.nan, 0.0]])), "positions must be finite, got NaN"),
-    (
-        lambda: StaticNodes(torch.tensor([[0.0, math.inf]])),
-        "positions must be finite, got NaN or infinity",
-    ),
     (lambda: StaticNodes(torch.zeros(4, 3)), r"shape \[N, 2\], .* got \(4, 3\)"),
     (
         lambda: StaticNodes(torch.zeros(4, 2, dtype=torch.int64)),
         "positions must be floating point, got torch.int64",
-    ),
-    (
-        lambda: StaticNodes(torch.zeros(4, 2), -1),
-        "trainable must be at least 0, .* features of a node, got -1",
     ),
     (
         lambda: make_edges(-1),
@@ -99,7 +91,6 @@ def test_poles_rounded_to_float32_are_accepted():
         lambda: StaticEdges(EDGE_INDEX, torch.zeros(5, 3), (3, 2)),
         r"shape \[4, D\], .* got \(5, 3\)",
     ),
-    (lambda: StaticEdges(EDGE_INDEX, torch.zeros(4), (3, 2)), r"got \(4,\)"),
     (
         lambda: StaticEdges(EDGE_INDEX, torch.zeros(4, 3), (2, 3)),
         "source .* must hold values in 0 .. 1",

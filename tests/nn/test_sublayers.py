@@ -6,11 +6,9 @@ from functools import partial
 import pytest
 import torch
 from anemoi.models.layers import block as anemoi_block
-from anemoi.models.layers import mlp as anemoi_mlp
 from anemoi.models.layers.utils import load_layer_kernels
 from torch import nn
 from torch.nn import functional
-from torch.nn.utils import parametrize, prune
 
 from anemoi_gt import nn as anemoi_gt_nn
 from anemoi_gt.integrations.anemoi.upstream import recognise_modules
@@ -341,26 +339,6 @@ def test_hooks_within_gates_norms_with_a_condition_and_identities(library):
     assert_fused(block)
 
 
-def test_hooks_of_all_modules_cost_both_sub_layers_while_they_are_there():
-    block = make()
-    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
-    reason = "hooks are registered for all modules, which would be skipped"
-    assert read_attention(block) == read_network(block) == reason
-    handle.remove()
-    assert_fused(block)
-
-
-@pytest.mark.parametrize("name", [*ATTENTION_MODULES, *NETWORK_MODULES])
-def test_a_forward_set_on_an_instance_costs_its_own_sub_layer(name):
-    block = make("mapper", qk_norm=True)
-    module = block.get_submodule(name)
-    module.forward = type(module).forward.__get__(module)
-    which = "attention" if name in ATTENTION_MODULES else "feed_forward"
-    assert_one_reason(block, which, f"its {name} has a forward set on it, which would be skipped")
-    del module.forward
-    assert_fused(block)
-
-
 class Adapter(nn.Linear):
     """A linear map with more than a weight and a bias, as of LoRA."""
 
@@ -395,34 +373,10 @@ def test_a_module_of_another_class_costs_its_own_sub_layer(library, name, module
     assert_one_reason(block, which, reason)
 
 
-def test_a_gate_of_another_class():
-    block = make(mlp_implementation="swiglu")
-    block.node_dst_mlp.mlp[0] = nn.Linear(CHANNELS, HIDDEN)
-    reason = "its node_dst_mlp.mlp has 2 layers, and one hidden layer (a linear map and an activation, or a gated linear map) and a linear map are needed"
-    assert_one_reason(block, "feed_forward", reason)
-
-
 def test_a_module_that_is_missing():
     block = make()
     block.lin_key = None
     assert_one_reason(block, "attention", "it has no lin_key, and a torch.nn.Linear is needed")
-
-
-def test_a_parametrised_module():
-    block = make()
-    parametrize.register_parametrization(block.lin_value, "weight", nn.Identity())
-    assert "its lin_value is a torch.nn.utils.parametrize.ParametrizedLinear" in read_attention(
-        block
-    )
-
-
-@pytest.mark.parametrize(
-    "wrap", [nn.utils.spectral_norm, partial(prune.l1_unstructured, name="weight", amount=1)]
-)
-def test_hooks_of_pytorch_that_make_a_weight(wrap):
-    block = make()
-    wrap(block.lin_value)
-    assert_one_reason(block, "attention", "its lin_value has hooks, which would be skipped")
 
 
 class Quantised(torch.Tensor):
@@ -617,17 +571,6 @@ def test_more_features_than_are_measured(library):
     )
 
 
-def test_a_network_of_anemoi_with_more_layers_or_a_norm():
-    sizes = {"in_features": CHANNELS, "hidden_dim": HIDDEN, "out_features": CHANNELS}
-    sizes |= {"layer_kernels": load_layer_kernels({})}
-    norm = nn.LayerNorm(CHANNELS)
-    assert feed_forward_parts(norm, anemoi_mlp.MLP(**sizes)) == "its node_dst_mlp ends with a norm"
-    longer = anemoi_mlp.MLP(**sizes, layer_norm=False, n_extra_layers=1)
-    assert feed_forward_parts(norm, longer, mlp_name="mlp").startswith(
-        "its mlp.mlp has 5 layers, and"
-    )
-
-
 def test_a_class_whose_code_was_not_recognised_is_named():
     plain.forget("anemoi")
     block = make(library="anemoi")
@@ -710,13 +653,3 @@ def test_parts_are_traced_without_graph_breaks():
     torch.testing.assert_close(compiled(x), module(x))
     module.block.node_dst_mlp.mlp[1] = nn.Tanh()
     torch.testing.assert_close(compiled(x), x - len(read_network(module.block)))
-
-
-@pytest.mark.compiled
-def test_reasons_are_traced_without_graph_breaks():
-    torch.compiler.reset()
-    module = UsesParts(make("mapper", qk_norm=True))
-    x = torch.randn(5, CHANNELS)
-    module.block.lin_query.register_forward_hook(lambda *_: None)
-    compiled = torch.compile(module, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(x), module(x))

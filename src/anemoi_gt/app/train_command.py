@@ -66,7 +66,6 @@ from anemoi_gt.distributed.process_group import (
     exit_without_finalization,
     local_device,
     make_cpu_group,
-    report_sentence,
 )
 from anemoi_gt.toolchain import compile_problem
 
@@ -295,7 +294,6 @@ def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
     try:
         return run()
     except hydra_app.ERRORS_OF_PREPARATION as error:
-        report_sentence(error)
         raise hydra_app.ConfigError(error) from error
 
 

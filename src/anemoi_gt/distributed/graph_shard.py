@@ -165,24 +165,22 @@ def shard_graph(
         y = block(x, shard, edge_attr)                           # rows of local destinations
     """
     _check_member(group)
+    rank = dist.get_rank(group)
+    num_ranks = dist.get_world_size(group)
     # Every rank takes part in all collectives below, so errors are raised on all ranks before.
     with consensus(group):
         check_structure(graph)
-        values: dict[str, str | None] = {"graph": fingerprint(*graph.state_dict().values())}
-        for name, partition in (("destinations", destinations), ("sources", sources)):
-            values[name] = None if partition is None else _signature(partition)
-    check_same(values, group)
-    rank = dist.get_rank(group)
-    num_ranks = dist.get_world_size(group)
-    if destinations is None:
-        destinations = Partition.balanced(destination_cost(graph.colptr.diff()), num_ranks)
-    if sources is None:
-        if graph.num_src == destinations.size:
-            sources = destinations
-        else:
-            sources = Partition(Ranges.even(graph.num_src, num_ranks))
-    _check_partitions(sources, destinations, (graph.num_src, graph.num_dst), num_ranks)
-    edge_index, positions = in_edges(graph, destinations.nodes(rank, graph.device))
+        if destinations is None:
+            destinations = Partition.balanced(destination_cost(graph.colptr.diff()), num_ranks)
+        if sources is None:
+            if graph.num_src == destinations.size:
+                sources = destinations
+            else:
+                sources = Partition(Ranges.even(graph.num_src, num_ranks))
+        _check_partition("sources", sources, graph.num_src, num_ranks)
+        _check_partition("destinations", destinations, graph.num_dst, num_ranks)
+        edge_index, positions = in_edges(graph, destinations.nodes(rank, graph.device))
+    check_same({"graph": fingerprint(*graph.state_dict().values())}, group)
     shard = shard_edges(
         edge_index,
         group,
@@ -239,11 +237,15 @@ def shard_edges(
     _check_member(group)
     rank = dist.get_rank(group)
     num_ranks = dist.get_world_size(group)
+    same = {
+        "destinations": _signature(destinations),
+        "sources": _signature(sources),
+        "presence of global_edge_id": global_edge_id is not None,
+    }
+    check_same(same, group)
     with consensus(group):
-        signatures = {"destinations": _signature(destinations), "sources": _signature(sources)}
-    check_same(signatures | {"presence of global_edge_id": global_edge_id is not None}, group)
-    _check_partitions(sources, destinations, (sources.size, destinations.size), num_ranks)
-    with consensus(group):
+        _check_partition("sources", sources, sources.size, num_ranks)
+        _check_partition("destinations", destinations, destinations.size, num_ranks)
         _check_own_edges(edge_index, sources, destinations, rank)
         if global_edge_id is not None:
             check_edge_ids(global_edge_id, edge_index)
@@ -271,10 +273,6 @@ def shard_edges(
 
 def _signature(partition: Partition) -> str:
     """Return a short text that differs between ranks if their partitions do."""
-    if not isinstance(partition, Partition):
-        raise ValueError(
-            f"sources and destinations must be Partitions, got {type(partition).__name__}"
-        )
     order = "by number" if partition.order is None else f"order {fingerprint(partition.order)}"
     return f"{order}, bounds {partition.ranges.bounds}"
 
@@ -287,23 +285,14 @@ def _check_member(group: dist.ProcessGroup) -> None:
         )
 
 
-def _check_partitions(
-    sources: Partition, destinations: Partition, sizes: tuple[int, int], num_ranks: int
-) -> None:
-    num_src, num_dst = sizes
-    for name, partition, size in (
-        ("sources", sources, num_src),
-        ("destinations", destinations, num_dst),
-    ):
-        if partition.ranges.num_ranks != num_ranks:
-            raise ValueError(
-                f"{name} must be divided among {num_ranks} ranks, got a partition of "
-                f"{partition.ranges.num_ranks}"
-            )
-        if partition.size != size:
-            raise ValueError(
-                f"{name} must be a partition of {size} nodes, got one of {partition.size}"
-            )
+def _check_partition(name: str, partition: Partition, size: int, num_ranks: int) -> None:
+    """Raise ValueError unless a partition divides `size` nodes among `num_ranks` ranks."""
+    got = partition.size, partition.ranges.num_ranks
+    if got != (size, num_ranks):
+        raise ValueError(
+            f"{name} must be {size} nodes divided among {num_ranks} ranks, got a partition of "
+            f"{got[0]} nodes and {got[1]} ranks"
+        )
 
 
 def _check_own_edges(

@@ -45,8 +45,6 @@ def shard_model(model: EncoderProcessorDecoder, mesh: DeviceMesh) -> ModuleShard
         sharded.
     """
     check_mesh(mesh)
-    if not isinstance(model, EncoderProcessorDecoder):
-        raise ValueError(f"model must be an EncoderProcessorDecoder, got {type(model).__name__}")
     with consensus(mesh.get_group("model")):
         module_partition = partition_of(model, mesh["model"].size())
     return module_partition.apply(mesh)

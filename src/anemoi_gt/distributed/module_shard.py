@@ -46,7 +46,7 @@ Graphs = Mapping[Kind, GraphStructure | StaticEdges]
 
 @dataclass(frozen=True)
 class ModuleShard:
-    """Sharding of a module on one rank; printing it lists the rows that this rank holds.
+    """Sharding of a module on one rank.
 
     Attributes
     ----------
@@ -86,20 +86,6 @@ class ModuleShard:
     def edges(self, kind: Kind, rows: Tensor) -> Tensor:
         """Select this rank's rows [.., E_own, D] from the edge rows [.., E, D] of a graph."""
         return rows.index_select(-2, self.graphs[kind].edges.to(rows.device))
-
-    def __str__(self) -> str:
-        num_ranks = next(iter(self.partitions.values())).ranges.num_ranks
-        lines = [f"rank {self.rank} of {num_ranks}"]
-        for name, partition in self.partitions.items():
-            lines.append(f"{partition.ranges.counts[self.rank]} of {partition.size} nodes {name}")
-        for (source, destination), graph in self.graphs.items():
-            halo = f"halo of {graph.halo.num_received} rows, {graph.halo.num_sent} rows sent"
-            lines.append(f"{len(graph.edges)} edges {source} to {destination}, {halo}")
-        lines += [
-            f"{len(table.index)} of {table.size} rows of {name}"
-            for name, table in self.tables.items()
-        ]
-        return "\n".join(lines)
 
 
 def shard_module(
@@ -141,7 +127,7 @@ def shard_module(
     ------
     ValueError
         On all ranks, if weights, graphs or options of layers differ between ranks or are
-        inconsistent, or a parameter has a gradient, which would still cover all rows.
+        inconsistent.
     """
     check_mesh(mesh)
     with consensus(mesh.get_group("model")):
@@ -172,14 +158,10 @@ class ModulePartition:
         self.positions = positions
         self.structures = {kind: _structure(kind, edges) for kind, edges in graphs.items()}
         sizes = _sizes(self.structures)
-        _check_no_gradients(module)
-        tables = _with_tied_names(module, {**tables, **_rows_of_static_edges(module, graphs)})
         rows: dict[Any, int] = dict(sizes)
         for kind, structure in self.structures.items():
             rows[kind] = structure.num_edges
-        self.tables = {
-            name: (owner, _table_size(module, name, owner, rows)) for name, owner in tables.items()
-        }
+        self.tables = _tables(module, {**tables, **_rows_of_static_edges(module, graphs)}, rows)
         costs = {}
         for name, size in sizes.items():
             costs[name] = torch.ones(size, dtype=torch.int64, device="cpu")
@@ -287,25 +269,19 @@ class FixedGraph(nn.Module):
 
 
 def _structure(kind: Kind, edges: GraphStructure | StaticEdges) -> GraphStructure:
-    """Return the structure of a graph; raise ValueError for an invalid key or value."""
+    """Return the structure of a graph; raise ValueError for an invalid key."""
     is_pair = isinstance(kind, tuple) and len(kind) == 2
     if not is_pair or not all(isinstance(name, str) for name in kind):
         raise ValueError(
             f"graphs must have keys (sources, destinations), names of sets of nodes, got {kind!r}"
         )
     if isinstance(edges, StaticEdges):
-        edges = edges.structure()
-    if not isinstance(edges, GraphStructure):
-        raise ValueError(
-            f"graphs must be GraphStructures or StaticEdges, got {type(edges).__name__} for {kind}"
-        )
+        return edges.structure()
     return edges
 
 
 def _sizes(structures: Mapping[Kind, GraphStructure]) -> dict[str, int]:
     """Return the number of nodes of each node set."""
-    if not structures:
-        raise ValueError("graphs must have at least one graph, got none")
     sizes: dict[str, int] = {}
     for kind, structure in structures.items():
         for name, size in zip(kind, (structure.num_src, structure.num_dst), strict=True):
@@ -333,23 +309,34 @@ def _rows_of_static_edges(module: nn.Module, graphs: Graphs) -> dict[str, Kind]:
     return kinds
 
 
-def _with_tied_names(module: nn.Module, tables: Mapping[str, str | Kind]) -> dict[str, str | Kind]:
-    """Return the tables under every name of their parameter or buffer in the module."""
-    names: dict[int, list[str]] = {}
+def _tables(
+    module: nn.Module, owners: Mapping[str, str | Kind], rows: Mapping[str | Kind, int]
+) -> dict[str, tuple[str | Kind, int]]:
+    """Return owner and number of rows of tables, under every name of a tied parameter or buffer.
+
+    Raise ValueError if a table does not have the `rows` of its owner, or ties disagree.
+    """
     tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     tensors |= dict(module.named_buffers(remove_duplicate=False))
+    names: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
-    tied: dict[str, str | Kind] = {}
-    for name, owner in tables.items():
-        all_names = names[id(tensors[name])] if name in tensors else [name]
-        for tied_name in all_names:
-            if tied.setdefault(tied_name, owner) != owner:
+    tables: dict[str, tuple[str | Kind, int]] = {}
+    for name, owner in owners.items():
+        size = rows[owner]
+        shape = tuple(tensors[name].shape)
+        if shape[:1] != (size,):
+            raise ValueError(
+                f"{name} must have one row for each of the {size} of {owner}, got {shape}"
+            )
+        for tied_name in names[id(tensors[name])]:
+            other, _ = tables.setdefault(tied_name, (owner, size))
+            if other != owner:
                 raise ValueError(
-                    f"tied tables must have the same rows, got {tied[tied_name]!r} and {owner!r} "
-                    f"for {tied_name}"
+                    f"tied tables must have the same rows, got {other!r} and {owner!r} for "
+                    f"{tied_name}"
                 )
-    return tied
+    return tables
 
 
 def _set_rows(parameter: nn.Parameter, rows: Tensor) -> None:
@@ -360,15 +347,6 @@ def _set_rows(parameter: nn.Parameter, rows: Tensor) -> None:
     other_dtype = torch.float32 if rows.dtype != torch.float32 else torch.float64
     parameter.data = rows.new_empty(0, dtype=other_dtype)
     parameter.data = rows
-
-
-def _check_no_gradients(module: nn.Module) -> None:
-    for name, parameter in module.named_parameters():
-        if parameter.grad is not None:
-            raise ValueError(
-                "parameters must have no gradient when their module is sharded, got one of "
-                f"{name}, of the whole module: call optimizer.zero_grad() before"
-            )
 
 
 def _options(module: nn.Module) -> dict[str, Any]:
@@ -386,23 +364,3 @@ def _options(module: nn.Module) -> dict[str, Any]:
             if not name.startswith("_") and isinstance(value, OPTION_TYPES):
                 options[f"{path}.{name}" if path else name] = value
     return options
-
-
-def _table_size(
-    module: nn.Module, name: str, owner: str | Kind, rows: Mapping[str | Kind, int]
-) -> int:
-    """Return the number of rows of a table; raise ValueError if its shape does not fit."""
-    tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    tensors |= dict(module.named_buffers(remove_duplicate=False))
-    if name not in tensors:
-        raise ValueError(f"tables must name parameters or buffers of the module, got {name!r}")
-    if owner not in rows:
-        raise ValueError(
-            f"tables must name a set of nodes or a graph, one of {[*rows]}, got {owner!r}"
-        )
-    shape = tuple(tensors[name].shape)
-    if shape[:1] != (rows[owner],):
-        raise ValueError(
-            f"{name} must have one row for each of the {rows[owner]} of {owner}, got {shape}"
-        )
-    return rows[owner]

@@ -8,7 +8,6 @@
   kills the frozen rank 30 s later.
 """
 
-import json
 import os
 import signal
 import sys
@@ -91,19 +90,12 @@ def is_launched() -> bool:
 def local_device(device_type: str) -> torch.device:
     """Return the device of this rank: for "cuda", the GPU of its local rank.
 
-    Raise ValueError for an unknown device type, or if this host does not have that GPU.
+    Raise ValueError for an unknown device type.
     """
     check_device_type(device_type)
     if device_type != "cuda":
         return torch.device(device_type)
-    local_rank = int(os.environ["LOCAL_RANK"])
-    num_gpus = torch.cuda.device_count()
-    if local_rank >= num_gpus:
-        raise ValueError(
-            f"every rank of a host must have its own GPU, got local rank {local_rank} and "
-            f"{num_gpus} GPUs"
-        )
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 
 
 @contextmanager
@@ -130,21 +122,13 @@ def init_distributed(config: ShardingConfig, device_type: str) -> Iterator[Devic
     Raises
     ------
     ValueError
-        If the process was not launched by torchrun, a rank has no GPU, or the config differs
-        between ranks or does not fit their number.
+        If the process was not launched by torchrun, or the config differs between ranks or does
+        not fit their number.
     """
-    if not isinstance(config, ShardingConfig):
-        raise ValueError(f"config must be a ShardingConfig, got {config!r}")
-    missing = [name for name in VARIABLES if name not in os.environ]
-    if missing:
-        raise ValueError(
-            f"several ranks must be started by torchrun, got no {', '.join(missing)} in the "
-            "environment"
-        )
     timeout = timedelta(seconds=config.timeout)
-    device = local_device(device_type)
     # When torchrun restarts the ranks, the store may still hold addresses of the former ones.
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    device = local_device(device_type)
     store = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     options = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout}
     if device.type == "cuda":
@@ -187,23 +171,6 @@ def _recorded_error(timeout: float) -> Iterator[None]:
             )
         handler.record_exception(error)
         raise
-
-
-def report_sentence(error: Exception) -> None:
-    """Put the message of an error in place of its traceback in torchrun's report.
-
-    Use it for an error that the user can fix, after it is recorded (`init_distributed`, or `record`
-    of torch.distributed.elastic).
-    """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is None or not os.path.exists(path):
-        return
-    with open(path) as file:
-        recorded = json.load(file)
-    lines = [str(error), *getattr(error, "__notes__", [])]
-    recorded["message"]["extraInfo"]["py_callstack"] = "\n".join(lines)
-    with open(path, "w") as file:
-        json.dump(recorded, file)
 
 
 def _wait_for_end() -> None:
@@ -257,12 +224,7 @@ def make_mesh(device_type: str, model: int, timeout: timedelta | None = None) ->
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """Raise unless `mesh` is a DeviceMesh with axes (data, model)."""
-    if not isinstance(mesh, DeviceMesh):
-        raise ValueError(
-            f"mesh must be a DeviceMesh with the axes {AXES}, from make_mesh, got "
-            f"{type(mesh).__name__}"
-        )
+    """Raise ValueError unless a mesh has the axes (data, model), in this order."""
     if mesh.mesh_dim_names != AXES:
         raise ValueError(f"mesh must have the axes {AXES}, got {mesh.mesh_dim_names}")
 

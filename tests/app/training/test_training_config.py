@@ -11,8 +11,6 @@ from anemoi_gt.app.training.config import choose_device, cpu_threads
 
 
 @refused(
-    ({"steps": 0}, "training.steps must be at least 1, got 0"),
-    ({"batch_size": -2}, "training.batch_size must be at least 1, got -2"),
     *(
         ({"learning_rate": x}, f"training.learning_rate must be positive and finite, got {x}")
         for x in (0.0, math.nan, math.inf)
@@ -25,7 +23,6 @@ from anemoi_gt.app.training.config import choose_device, cpu_threads
         ({"seed": seed}, rf"training.seed must be 0 to 2\^64 - 1, got {seed}")
         for seed in (-1, 2**64)
     ),
-    ({"warmup_steps": -1}, "training.warmup_steps must be at least 0, got -1"),
     ({"average_decay": 1.0}, r"training.average_decay must be in \[0, 1\), got 1.0"),
     ({"threads": 0}, "training.threads must be at least 1, or null, got 0"),
     *(

@@ -8,7 +8,6 @@ from anemoi.models.distributed.shapes import BipartiteGraphShardInfo, GraphShard
 from anemoi.models.layers.block import GraphConvMapperBlock, GraphConvProcessorBlock
 from anemoi.models.layers.mlp import MLP
 from anemoi.models.layers.utils import load_layer_kernels
-from support.edits import LAYER_HOOKS
 from support.same_numbers import assert_same_numbers
 from torch import nn
 
@@ -110,8 +109,7 @@ def scale(module, arguments, out):
     return tuple(1.5 * part for part in out) if isinstance(out, tuple) else 1.5 * out
 
 
-HOOKS = dict(LAYER_HOOKS)
-HOOKS |= {
+HOOKS = {  # of message passing: test_edits
     "forward hook": lambda conv: conv.register_forward_hook(scale),
     "hook of the network": lambda conv: conv.edge_mlp.register_forward_hook(scale),
     "hook of an activation": lambda conv: conv.edge_mlp.mlp[1].register_forward_hook(scale),
