@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -240,3 +241,31 @@ def test_compiled_code_may_write_into_the_structure_it_got_and_its_operator_keep
     for tensor in edge_lists.edge_structure(edge_index, 3, 2, reverse):
         tensor.zero_()
     assert structure_of(edge_index, (3, 2), reverse=reverse)[0].validate().row.tolist() == [1, 0, 2]
+
+
+def test_model_groups_of_other_sizes_have_lists_of_their_own():
+    whole = cached_list(torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3]]), (4, 4))
+    x = (torch.zeros(4, 1), torch.zeros(4, 1))
+    shard_info = SimpleNamespace(src_nodes=None, dst_nodes=None, edges=None)
+
+    def cut(
+        self,
+        x,
+        shard_info,
+        batch_size,
+        edge_attr,
+        edge_index,
+        model_comm_group,
+        cond,
+        edges_are_dst_sorted,
+    ):
+        local = edge_index[:, : 4 // model_comm_group.size()].clone()
+        return *x, edge_attr, local, shard_info, cond, SimpleNamespace(num_parts=1)
+
+    for size in (2, 4):
+        group = SimpleNamespace(rank=lambda: 0, size=lambda size=size: size)
+        results = edge_lists.prepare_edge_sharding.of(cut)(
+            None, x, shard_info, 1, None, whole, group
+        )
+        local = results[3]
+        assert local.shape == (2, 4 // size)

@@ -76,6 +76,8 @@ def test_loss_and_gradients_equal_one_rank(folder, name):
 
 
 SORTS = {
+    # two chunks of the encoder, two layers with their own halos, two chunks of the decoder
+    "Anemoi's edges": 2 + 2 + 2,
     # gathered lists of encoder, processor and decoder, recompute included
     "Anemoi's heads": 3,
     "fused graph network, gathered": 3,  # the shards of the same

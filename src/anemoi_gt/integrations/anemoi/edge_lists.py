@@ -8,6 +8,7 @@ rank. Everything that follows from the graph only is cached:
     shard, gathered           -> the list that it was cut from       gather_tensor
     list, number of chunks    -> the number of edges of each chunk   build_graph_partition
     list, its partition       -> the renumbered list of a chunk      GraphPartition.materialise
+    list, sizes of the shards -> the renumbered list of this rank    prepare_edge_sharding_wrapper
     mapper, equal list        -> the list of an earlier pass         run_processor_chunk_..
     list, destinations        -> the renumbered list of a chunk      run_processor_chunk_..
     shard, group, its sizes   -> the list of this rank and its halo  sharding
@@ -343,9 +344,43 @@ def processor_forward(
 
 
 @replaces
-def prepare_edge_sharding(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Sum the gradients of a mapper's chunks in place."""
-    x_src, x_dst, edge_attr, local, shards, cond, partition = upstream(self, *args, **kwargs)
+def prepare_edge_sharding(
+    upstream: Callable,
+    self: Any,
+    x: Any,
+    shard_info: Any,
+    batch_size: int,
+    edge_attr: Tensor,
+    edge_index: Tensor,
+    model_comm_group: Any = None,
+    cond: Any = None,
+    edges_are_dst_sorted: bool = True,  # noqa: FBT001, FBT002  as upstream
+) -> Any:
+    """Cache the renumbered list of this rank of a mapper."""
+    arguments = (
+        x,
+        shard_info,
+        batch_size,
+        edge_attr,
+        edge_index,
+        model_comm_group,
+        cond,
+        edges_are_dst_sorted,
+    )
+    x_src, x_dst, edge_attr, local, shards, cond, partition = upstream(self, *arguments)
+    if (
+        not torch.compiler.is_compiling()
+        and lookup(edge_index) is not None
+        and lookup(local) is None
+    ):
+        sizes = (shard_info.src_nodes, shard_info.dst_nodes, shard_info.edges)
+        rank, world = (
+            (model_comm_group.rank(), model_comm_group.size()) if model_comm_group else (0, 1)
+        )
+        num_rows = (x[0].shape[0], x[1].shape[0])
+        key = ("local", rank, world, edges_are_dst_sorted, *num_rows, *sizes)
+        num_nodes = (x_src.shape[0], x_dst.shape[0])
+        local = derived_list(edge_index, key, lambda: cached_list(local, num_nodes))
     x_src, x_dst, edge_attr, cond = shared_by_chunks(x_src, x_dst, edge_attr, cond, partition)
     return x_src, x_dst, edge_attr, local, shards, cond, partition
 
