@@ -10,13 +10,15 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from support.refusals import raises, refused
+from support.refusals import options, raises, refused
 from torch_geometric.data import HeteroData
+from torch_geometric.nn import TransformerConv
 
 from anemoi_gt import (
     EncoderProcessorDecoder,
     GraphStructure,
     GraphTransformerConv,
+    attention_weights,
     edge_attention,
     merge,
     nn,
@@ -29,12 +31,14 @@ from anemoi_gt.data.edge_attributes import edge_direction, edge_length
 from anemoi_gt.data.grids import classic, grid, octahedral
 from anemoi_gt.data.meshes import icosphere, stretched_icosphere
 from anemoi_gt.data.nodes import Nodes, area_weights
-from anemoi_gt.distributed import Partition
+from anemoi_gt.distributed import Partition, ShardingConfig
 from anemoi_gt.distributed.graph_shard import LocalExchange
 from anemoi_gt.integrations.pyg import swap_layers
 from anemoi_gt.nn import (
     ConditionalLayerNorm,
     LayerKernels,
+    StaticEdges,
+    StaticNodes,
     split_destinations,
 )
 from anemoi_gt.option_checks import check_integer, check_number, check_probability
@@ -47,6 +51,7 @@ QUERY = torch.ones(3, 2, 8)
 KEY = torch.ones(4, 2, 8)
 LSE = torch.ones(3, 2)
 POINTS = octahedral(4)
+AREA = (60, 0, 30, 30)
 SQUARE = from_edge_index(torch.tensor([[1, 2, 0], [0, 1, 2]]), 3)
 X = torch.ones(3, 16)
 ATTRIBUTES = torch.ones(3, 3)
@@ -104,6 +109,10 @@ def conditioned(cond):
     )
 
 
+def processor(**wrong):
+    return nn.GraphTransformerProcessor(**PROCESSOR | wrong)
+
+
 def forward_mapper(**wrong):
     return nn.GraphTransformerForwardMapper(**{**MAPPER, **wrong})
 
@@ -112,6 +121,10 @@ def mapped(graph, edge_attr, layer_kernels=None, **wrong):
     return forward_mapper(layer_kernels=layer_kernels or LayerKernels())(
         (X, X), graph, edge_attr, **wrong
     )
+
+
+def backward_mapper(out):
+    return nn.GraphTransformerBackwardMapper(out_channels_dst=out, **MAPPER)
 
 
 def model(in_channels=2, out_channels=1, **wrong):
@@ -127,10 +140,13 @@ def spoiled(**fields):
 
 
 @refused(
+    *options(attend, "be a number", dropout_p="0.1", scale="1"),
     *(
         (lambda x=x: attend(scale=x), f"scale must be finite, or None for 1 / sqrt.*, got {x}")
         for x in (math.nan, math.inf)
     ),
+    *options(attend, "be a KernelConfig", config=None),
+    *options(partial(attention_weights, QUERY, KEY, GRAPH), "be a", config="torch", scale="1"),
     (lambda: merge(QUERY.int(), LSE, QUERY, LSE), "out1 must be floating point, got torch.int32"),
 )
 def test_the_operation_names_wrong_arguments(wrong, message):
@@ -138,6 +154,10 @@ def test_the_operation_names_wrong_arguments(wrong, message):
 
 
 @refused(
+    (
+        lambda: from_edge_index(EDGES, torch.tensor(4)),
+        "num_src must be a number of nodes >= 0, got tensor",
+    ),
     *(
         (lambda n=n: with_ids(n), f"global_edge_id must have 5 entries, one per edge, got {n}")
         for n in (4, 9)
@@ -145,6 +165,10 @@ def test_the_operation_names_wrong_arguments(wrong, message):
     (
         lambda: LocalExchange(QUERY, is_prepared=True).wait(),
         "prepared rows must be awaited by wait_halo",
+    ),
+    (
+        lambda: GraphStructure(GRAPH.colptr, GRAPH.row, 4),
+        r"sources must be a tensor \[num_src, 0\].*, got int",
     ),
 )
 def test_the_graph_names_wrong_arguments(wrong, message):
@@ -157,10 +181,13 @@ def test_numpy_integers_are_sizes():
 
 
 @refused(
+    *options(TrainingConfig, "be an integer", steps="5", batch_size=True, seed=1.5, threads=1.5),
+    *options(TrainingConfig, "be a number", learning_rate="1e-3"),
     (
         lambda: weighted_mse(QUERY, QUERY[:1], LSE),
         r"output must have the shape of target, .*, got \(3, 2, 8\)",
     ),
+    *options(partial(ShardingConfig, "edges"), "be a", model=1.5, timeout="5"),
     (lambda: Partition.balanced(torch.ones(3).long(), 0), "num_ranks must be at least 1, got 0"),
 )
 def test_a_run_names_wrong_arguments(wrong, message):
@@ -168,6 +195,10 @@ def test_a_run_names_wrong_arguments(wrong, message):
 
 
 @refused(
+    *options(tracer, "be", lead_time=math.inf, seed=-1, train_size=1.5),
+    *options(
+        partial(graphs.limited_area_graph, POINTS, refinement=1), "be a", margin="a", nearest="a"
+    ),
     (lambda: grid(None), 'grid must be "O" or "N" followed by a number of rows, .*, got None'),
     (lambda: octahedral("8"), "n must be an integer, .*, got '8'"),
     (lambda: icosphere(1.5), "refinement must be an integer, got 1.5"),
@@ -294,12 +325,24 @@ def test_numpy_numbers_and_unbounded_integers_are_allowed():
         r"edge_attr must have shape .* got \(5, 2\)",
     ),
     (
+        lambda: WITH_EDGES(ENDS, EDGES[0], OF_EDGES),
+        r"edge_index must have shape \[2, E\] .* got \(5,\)",
+    ),
+    (
+        lambda: WITH_EDGES(ENDS, EDGES.float(), OF_EDGES),
+        "edge_index must have dtype int32 or int64, got .*float32",
+    ),
+    (
         lambda: WITH_EDGES(ENDS, "edges", OF_EDGES),
         "edge_index must be a tensor .*, got str",
     ),
     (
         lambda: AGAINST_EDGES(ENDS, GRAPH),
         "'target_to_source' must be used with an edge_index .* got GraphStructure",
+    ),
+    (
+        lambda: GraphTransformerConv(-1, 8)(X.long(), RING),
+        "x_src must be floating point, got torch.int64; cast it",
     ),
     (
         lambda: GraphTransformerConv(-1, 8)(X[:, :0], RING),
@@ -320,6 +363,9 @@ def test_a_layer_names_wrong_arguments(wrong, message):
 
 
 @refused(
+    *options(
+        block, "be a", num_heads=2.0, edge_dim=None, hidden_dim="32", dropout="x", config=None
+    ),
     *(
         (lambda layer=layer: layer(NARROW, SQUARE, ATTRIBUTES), WIDTH.format("x\\w*"))
         for layer in ONE_SET
@@ -333,7 +379,12 @@ def test_a_layer_names_wrong_arguments(wrong, message):
         (lambda layer=layer: layer((X,) * 3, SQUARE, ATTRIBUTES), PAIR + "got 3 elements")
         for layer in PAIRED
     ),
+    *(
+        (lambda layer=layer: layer([1.0], SQUARE, ATTRIBUTES), "x must be a tensor .*, got list")
+        for layer in BLOCKS
+    ),
     *((lambda layer=layer: layer(X, RING, ATTRIBUTES), NO_GRAPH) for layer in BLOCKS),
+    (lambda: block()(X, object(), ATTRIBUTES), "graph must be a GraphStructure, got object"),
     (
         lambda: block()(torch.ones(4, 16), GRAPH, ATTRIBUTES),
         "x must have 3 rows, one per destination of the graph",
@@ -371,6 +422,14 @@ def test_a_layer_names_wrong_arguments(wrong, message):
         r"in order, got destinations \[\(1, 3\), \(0, 1\)\]",
     ),
     (lambda: mapped(split_destinations(SQUARE, 1) * 2, ATTRIBUTES), "all chunks of one"),
+    (
+        lambda: mapped(CHUNKS, ATTRIBUTES.numpy()),
+        "edge_attr must be a tensor of 3 rows, .* whole graph, got ndarray",
+    ),
+    (lambda: StaticNodes(np.zeros((3, 2))), r"positions must be a tensor \[N, 2\], .* got ndarray"),
+    (lambda: StaticEdges(RING, None, 3), r"edge_attr must be a tensor \[3, D\], .*, got NoneType"),
+    (lambda: split_destinations(RING, 1), "graph must be a GraphStructure, got Tensor"),
+    (lambda: split_destinations(SQUARE, "2"), "num_chunks must be an integer, got '2'"),
     (
         lambda: block(layer_kernels=CONDITIONAL)(X, CHUNKS, ATTRIBUTES, cond=(ONE,) * 2),
         "cond_src must be a tensor of 3 rows, .* or one for all, got tuple",

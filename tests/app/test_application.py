@@ -335,3 +335,24 @@ def test_lists_are_checked_and_types_unknown_to_omegaconf_are_not(monkeypatch):
     assert config.data.years == [1, 2]
     with pytest.raises(ValueError, match=r"data.years must be list\[int\], got \['two'\]"):
         check_types(wrong, "data")
+
+
+@pytest.mark.parametrize(
+    ("torchruns", "message"),
+    [
+        (None, "several tasks of srun must train one run by torchrun, got 2 tasks without it"),
+        ("1", "must share one job, got 2 tasks with a job each: give torchrun --nnodes=2"),
+    ],
+)
+def test_several_tasks_of_slurm_without_one_torchrun_are_refused(monkeypatch, torchruns, message):
+    monkeypatch.setattr(train, "is_launched", lambda: torchruns is not None)
+    environment = {"SLURM_STEP_NUM_TASKS": "2"}
+    if torchruns is not None:
+        environment["GROUP_WORLD_SIZE"] = torchruns
+    with pytest.raises(ValueError, match=message):
+        train.check_slurm_tasks(environment)
+
+
+@pytest.mark.parametrize("environment", [{}, {"SLURM_NTASKS": "4"}, {"SLURM_STEP_NUM_TASKS": "1"}])
+def test_one_task_of_slurm_may_train(environment):
+    train.check_slurm_tasks(environment)

@@ -278,6 +278,19 @@ def one_name_of_a_tied_table_is_enough(group, verdict):
 
 
 @on_ranks(2)
+def a_module_with_gradients_of_the_whole_is_refused(group, verdict):
+    mesh = mesh_of_group(group)
+    net, _, _, _ = make()
+    net.embedding.weight.sum().backward()
+    tables = {"embedding.weight": "mesh"}
+    shard = partial(shard_module, net, {ALONG: net.edges}, mesh, tables=tables)
+    message = "must have no gradient when their module is sharded, got one of embedding.weight"
+    verdict.raises(ValueError, message, shard)
+    net.zero_grad()
+    shard()
+
+
+@on_ranks(2)
 def a_saved_buffer_with_a_row_per_node_is_a_table_and_the_callers_tensor_is_kept(group, verdict):
     mesh = mesh_of_group(group)
     net, _, _, _ = make()

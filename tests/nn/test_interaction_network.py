@@ -441,6 +441,12 @@ WRONG = [
         lambda: CONV(X, GraphStructure.from_edge_index(EDGES, 4), ATTRIBUTES),
         "x must have 4 rows, one per source of the graph",
     ),
+    (
+        lambda: InteractionBlock(4, 5, config=KernelConfig(precision="bf16")).bfloat16()(
+            X.bfloat16(), EDGES, ATTRIBUTES.bfloat16()
+        ),
+        "with a precision must be float32, got torch.bfloat16; use .*precision=None",
+    ),
 ]
 
 

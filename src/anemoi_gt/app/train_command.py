@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -370,8 +370,9 @@ def primary_config(arguments: list[str]) -> str:
     `resume` takes the config from the checkpoint, or from the folder if it has none; under
     torchrun, with its sharding, unless the arguments select another. If the arguments select
     configs of groups, the primary config is `train`, and the composed config must equal the
-    checkpoint's.
+    checkpoint's. Raises ValueError if `srun` has started several runs.
     """
+    check_slurm_tasks(os.environ)
     folder = hydra_app.argument_value(arguments, "hydra.run.dir")
     if not folder or hydra_app.argument_value(arguments, "resume") is not True:
         return "train"
@@ -388,6 +389,27 @@ def primary_config(arguments: list[str]) -> str:
         kept["sharding"] = config["sharding"]
     hydra_app.store_config({"init_from": None} | kept)
     return "resume"
+
+
+def check_slurm_tasks(environment: Mapping[str, str]) -> None:
+    """Raise ValueError if the tasks of a Slurm step would train a run each, in one folder.
+
+    `srun` sets SLURM_STEP_NUM_TASKS, which a batch script does not have, and torchrun
+    GROUP_WORLD_SIZE, the number of torchruns that share a job.
+    """
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", 1))
+    if tasks == 1:
+        return
+    if not is_launched():
+        raise ValueError(
+            f"several tasks of srun must train one run by torchrun, got {tasks} tasks without it: "
+            "use srun --ntasks=1, or one torchrun per host"
+        )
+    if environment.get("GROUP_WORLD_SIZE") == "1":
+        raise ValueError(
+            f"the torchruns of all tasks of srun must share one job, got {tasks} tasks with a job "
+            f"each: give torchrun --nnodes={tasks} and --rdzv-endpoint, or use srun --ntasks=1"
+        )
 
 
 def main() -> None:

@@ -127,7 +127,7 @@ def shard_module(
     ------
     ValueError
         On all ranks, if weights, graphs or options of layers differ between ranks or are
-        inconsistent.
+        inconsistent, or a parameter has a gradient, which would still cover all rows.
     """
     check_mesh(mesh)
     with consensus(mesh.get_group("model")):
@@ -161,6 +161,7 @@ class ModulePartition:
         rows: dict[Any, int] = dict(sizes)
         for kind, structure in self.structures.items():
             rows[kind] = structure.num_edges
+        _check_no_gradients(module)
         self.tables = _tables(module, {**tables, **_rows_of_static_edges(module, graphs)}, rows)
         costs = {}
         for name, size in sizes.items():
@@ -347,6 +348,15 @@ def _set_rows(parameter: nn.Parameter, rows: Tensor) -> None:
     other_dtype = torch.float32 if rows.dtype != torch.float32 else torch.float64
     parameter.data = rows.new_empty(0, dtype=other_dtype)
     parameter.data = rows
+
+
+def _check_no_gradients(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            raise ValueError(
+                "parameters must have no gradient when their module is sharded, got one of "
+                f"{name}, of the whole module: call optimizer.zero_grad() before"
+            )
 
 
 def _options(module: nn.Module) -> dict[str, Any]:

@@ -197,6 +197,11 @@ class InteractionConv(MessagePassing):
             run.
         """
         like = stored_parameter(self.edge_mlp)
+        if self.config.precision is not None and like is not None and like.dtype != torch.float32:
+            raise ValueError(
+                f"the weights of a layer with a precision must be float32, got {like.dtype}; use "
+                "KernelConfig(precision=None)"
+            )
         x_src, x_dst = sides_of(x)
         check_features("x_src", x_src, self.in_channels[0], like)
         check_features("x_dst", x_dst, self.in_channels[1], like)
