@@ -20,7 +20,9 @@ if TYPE_CHECKING:  # type checkers do not run `__getattr__`
         InteractionBlock,
         InteractionConv,
     )
-    from anemoi_gt.ops import attention_weights, edge_attention, merge
+    from anemoi_gt.ops.attention import edge_attention
+    from anemoi_gt.ops.attention_weights import attention_weights
+    from anemoi_gt.ops.merge import merge
     from anemoi_gt.tested_versions import UntestedVersionsWarning
 
 __all__ = [
