@@ -12,7 +12,7 @@ from anemoi.models.layers import block
 from anemoi.models.layers.utils import load_layer_kernels
 
 from anemoi_gt.integrations.anemoi.upstream import recognise_modules
-from anemoi_gt.nn.sublayers import Computation, read_attention, read_network
+from anemoi_gt.nn.sublayers import AttentionModules, Computation, read_attention, read_network
 from anemoi_gt.ops.backends import BACKENDS
 from anemoi_gt.refusal import Refusal
 
@@ -48,10 +48,11 @@ def describe(parts):
     words = ["parts"]
     if parts.has_condition:
         words.append("condition")
-    if hasattr(parts, "network") and parts.network.first.gate.weight is not None:
+    if isinstance(parts, AttentionModules):
+        if parts.options.key_norm.eps > 0:
+            words.append("qk-norm")
+    elif parts.network.first.gate.weight is not None:
         words.append("gated")
-    if hasattr(parts, "key_norm") and parts.key_norm.options.eps > 0:
-        words.append("qk-norm")
     return " ".join(words)
 
 
