@@ -119,6 +119,7 @@ def test_a_backend_that_cannot_run_is_refused_with_its_reason_before_training(
         ("training.learning_rate=true", "training.learning_rate must be float, got True"),
         ("data.grid_name=[O4]", "data.grid_name must be str, got ['O4']"),
         ("resume=maybe", "resume must be true or false, got 'maybe'"),
+        ("explain=true", "explain must be print or the name of a file, got True"),
         ("training.seed=???", "training.seed must be given, as training.seed=VALUE"),
         ("+model.width=7", "unexpected keyword argument 'width'"),
         (

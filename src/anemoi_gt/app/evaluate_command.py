@@ -66,8 +66,8 @@ def warn_of_training_samples(name: str, samples: ForecastDataset) -> None:
     count, period = starts_in_training(samples)
     if count:
         log.warning(
-            "%d of %d %s samples start in the training period, %s: scores are not those of new "
-            "data",
+            "%d of %d %s samples start in the training period, %s: their scores do not "
+            "measure skill on new data",
             *(count, len(samples), name, period),
         )
 
@@ -133,15 +133,17 @@ def log_explanation(
     """Log which kernels a model runs on the first batch, or write them to a file.
 
     The target is "print", or a file in the folder of the run unless it is absolute: JSON if it ends
-    in .json, otherwise text.
+    in .json, otherwise text. Raises ValueError if it is no text, such as explain=true.
     """
+    if not isinstance(target, str):
+        raise ValueError(f"explain must be print or the name of a file, got {target!r}")
     batch = next(load(dataset, training.batch_size, next(model.parameters()).device))
     with cpu_threads(training.threads):
         explanation = explain(model, batch.inputs)
     if target == "print":
         log.info("%s", explanation)
         return
-    path = hydra_app.output_folder() / str(target)
+    path = hydra_app.output_folder() / target
     path.parent.mkdir(parents=True, exist_ok=True)
     text = f"{explanation}\n"
     if path.suffix == ".json":

@@ -143,7 +143,7 @@ def join_starts(forecasts: "Sequence[xarray.Dataset]") -> "xarray.Dataset":
     first = forecasts[0]
     if len(forecasts) == 1:
         return first
-    # override: the other coordinates are those of one data set, and need no comparison
+    # override: all forecasts are of one data set, so their other coordinates are equal
     joined = import_extra("xarray", "xarray").concat(
         [forecast.swap_dims(time="lead_time") for forecast in forecasts],
         "forecast_reference_time",

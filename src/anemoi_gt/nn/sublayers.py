@@ -182,7 +182,7 @@ class AttentionModules(NamedTuple):
 
     computation: Computation
     compute: Callable[..., Tensor]  # of `tensors`, a graph and `options`
-    parameters: AttentionTensors  # without rows; the norm of a processor is that of both sides
+    parameters: AttentionTensors  # without rows; `norm_src` is `norm` if a block has one norm
     options: AttentionOptions  # of one batch entry
     has_condition: bool  # whether both norms need a condition; if not, neither takes one
     dtype: torch.dtype  # of the parameters

@@ -77,7 +77,8 @@ class Era5UkDataset(ForecastDataset):
     `LAGS` hours and since the reference, two harmonics of the hour of the day, and the position.
 
     `field` has all hours, `starts` is the range of the samples' start hours, and `lead_time` is 1
-    to 24 hours. `normalisation` is that of a trained model, by default of the training days.
+    to 24 hours. `normalisation` is of a trained model; by default, it is computed from
+    the training days.
     """
 
     variables = ("t2m",)

@@ -41,7 +41,7 @@ class Statistics:
         Returns the mean of the training samples at each node, [N, V]. None without such samples, as
         for a trained model on other data.
     of_model : bool
-        True if they are those of a trained model, with which its first inputs are compared.
+        True for the statistics of a trained model: its first inputs are compared with them.
     """
 
     mean: Tensor

@@ -108,7 +108,7 @@ def has_records(folder: Path) -> bool:
 def write_config(folder: Path, config: "DictConfig", description: dict[str, Any]) -> None:
     """Write the composed config to `.hydra`.
 
-    Hydra itself writes it before the folder is owned, over that of a run that still trains.
+    Hydra itself would write it before the folder is owned, over the config of a run that trains.
     `description` has the values of groups with absolute paths, so that the run can start again from
     any working directory.
     """

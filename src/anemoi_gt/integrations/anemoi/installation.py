@@ -298,8 +298,8 @@ def replacements() -> dict[str, str | None]:
     Raise ImportError without anemoi-models. Nothing is replaced.
     """
     matches = _matches()
-    found = _matches_of_sharding(matches) | matches
-    return {f"{owner[-1]}.{name}": match.reason for (owner, name), match in found.items()}
+    matches = _matches_of_sharding(matches) | matches
+    return {f"{owner[-1]}.{name}": match.reason for (owner, name), match in matches.items()}
 
 
 def examine(model: nn.Module) -> tuple[report.Computed, ...]:
@@ -524,7 +524,7 @@ def _targets() -> list[tuple]:
 
 
 def _match(target: tuple, patch: Replacement) -> Match:
-    """Find the method of a target, if its body is that of a known version."""
+    """Find the method of a target, if its body is known."""
     reason: str | None = f"this anemoi-models has no {'.'.join(target[0])}"
     name = target[1]
     for path in filter(None, (target[0], OLDER.get(target))):
@@ -547,14 +547,14 @@ def _match(target: tuple, patch: Replacement) -> Match:
 
 def _matches_of_sharding(matches: dict[tuple, Match]) -> dict[tuple, Match]:
     """Return the replacements of `SHARDING`, all or none; `matches` has those that they call."""
-    found = {target: _match(target, patch) for target, patch in SHARDING.items()}
-    needed = [*found.values(), *(matches[target] for target in CALLED)]
+    shards = {target: _match(target, patch) for target, patch in SHARDING.items()}
+    needed = [*shards.values(), *(matches[target] for target in CALLED)]
     if any(match.reason is not None for match in needed):
-        found = {
+        shards = {
             target: match._replace(reason=match.reason or AS_A_WHOLE)
-            for target, match in found.items()
+            for target, match in shards.items()
         }
-    return found
+    return shards
 
 
 def _remove_patches_unless_used() -> None:

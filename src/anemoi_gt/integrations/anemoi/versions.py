@@ -1,8 +1,7 @@
 """Generations of anemoi-models: releases with the same code where it is replaced.
 
 A record holds what is new in its first release: hashes of bodies by the name of a method or
-function. A release whose bodies are those of the last record needs one line, `NEWEST`, and a test
-id.
+function. A release with the bodies of the last record needs one line, `NEWEST`, and a test id.
 
 The parameters of a method do not determine what it computes: `_assemble_output` has the same
 parameters in 0.12.0 and 0.19.0, whose output has one dimension more. A body that is in no version

@@ -1,4 +1,4 @@
-"""Launches of the kernels on rows: norms, activations, and those of graph networks.
+"""Launches of the kernels on rows: norms, activations, edges of graph networks.
 
 Each function returns a `Launch` from sizes and options only. Call it with tensors by the kernel's
 argument names; None leaves one out. Outputs may alias inputs where the kernel's docstring says

@@ -20,7 +20,7 @@ PACKED_DTYPES = {
 class Kept(NamedTuple, Generic[Held]):
     """What a forward pass keeps for the backward pass."""
 
-    inv_denominator: Held  # [B, N_dst, H]; with hubs, rows of segments follow those of nodes
+    inv_denominator: Held  # [B, N_dst, H]; with hubs, segments follow the nodes
     exp_scores: Held  # [B, E, H]
     projected: Held | None = None  # [B, N_dst, H, columns]; None without raw attributes
 
