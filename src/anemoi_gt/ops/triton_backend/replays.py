@@ -58,6 +58,7 @@ def allocated_bytes() -> int | None:
 class Graph:
     """A captured run."""
 
+    key: tuple
     replay: Run
     last: int  # number of the replay that was the last of this graph
 
@@ -80,8 +81,10 @@ class Replays:
     ):
         self.capture = capture
         self.allocated = allocated
-        self.graphs: dict[tuple, Graph] = {}
-        self.seen: set[tuple] = set()
+        # both by the hash of a key, which takes as long as all else that is done for a run that
+        # never recurs; whole keys of such runs would also fill the caches
+        self.graphs: dict[int, Graph] = {}
+        self.seen: set[int] = set()
         self.balance = MAX_BALANCE
         self.share_recurring = 0.0
         self.allocates_little = False  # until a run was seen to
@@ -91,18 +94,24 @@ class Replays:
 
     def run(self, key: tuple, run: Run) -> None:
         """Run `run`, or replay it."""
-        graph = self.graphs.get(key)
-        recurs = graph is not None or key in self.seen
+        key_hash = hash(key)
+        graph = self.graphs.get(key_hash)
+        if graph is not None and graph.key != key:
+            graph = None
+        recurs = graph is not None or key_hash in self.seen
         self.share_recurring += RECENT * (recurs - self.share_recurring)
-        if graph is None:
-            self.num_launched += 1
-            self._earn(LAUNCH_EARNS)
-            self._run_without_graph(key, run)
-        else:
+        if graph is not None:
             self.num_replayed += 1
             self._earn(REPLAY_EARNS)
             graph.last = self.num_replayed
             graph.replay()
+        else:
+            self.num_launched += 1
+            if recurs:
+                self._earn(LAUNCH_EARNS)
+                self._run_again(key, key_hash, run)
+            else:
+                self._run_first(key_hash, run)
         if self.num_launched + self.num_replayed == RUNS_TO_LOG:
             log.info(
                 "%d of the first %d runs of a plan were replayed, from %d CUDA graphs",
@@ -115,13 +124,14 @@ class Replays:
         # capped: a long loop whose addresses never recur must not save up for thousands
         self.balance = min(MAX_BALANCE, self.balance + captures)
 
-    def _run_without_graph(self, key: tuple, run: Run) -> None:
-        if key not in self.seen:
-            if len(self.seen) >= MAX_SEEN:
-                self.seen.clear()
-            self.seen.add(key)
-            run()
-        elif self.balance < 1 or self.share_recurring < FEWEST_RECUR:
+    def _run_first(self, key_hash: int, run: Run) -> None:
+        if len(self.seen) >= MAX_SEEN:
+            self.seen.clear()
+        self.seen.add(key_hash)
+        run()
+
+    def _run_again(self, key: tuple, key_hash: int, run: Run) -> None:
+        if self.balance < 1 or self.share_recurring < FEWEST_RECUR:
             run()
         elif not self.allocates_little:
             self.balance -= 1
@@ -132,9 +142,9 @@ class Replays:
                 self.allocates_little = after - before <= MAX_ALLOCATED
         else:
             self.balance -= 1
-            self._capture(key, run)
+            self._capture(key, key_hash, run)
 
-    def _capture(self, key: tuple, run: Run) -> None:
+    def _capture(self, key: tuple, key_hash: int, run: Run) -> None:
         """Capture a run and replay it; launch it if that fails, and from then on."""
         replay = None
         try:
@@ -146,11 +156,11 @@ class Replays:
             run()
             return
         with self._lock:
-            self.seen.discard(key)
+            self.seen.discard(key_hash)
             if len(self.graphs) >= MAX_GRAPHS:
-                oldest = min(self.graphs, key=lambda key: self.graphs[key].last)
+                oldest = min(self.graphs, key=lambda number: self.graphs[number].last)
                 del self.graphs[oldest]
-            self.graphs[key] = Graph(replay, self.num_replayed)
+            self.graphs[key_hash] = Graph(key, replay, self.num_replayed)
         replay()
 
 
