@@ -5,9 +5,9 @@ import pytest
 from support.refusals import raises, refused
 
 from anemoi_gt.data import nodes as nodes_module
-from anemoi_gt.data.grids import octahedral
+from anemoi_gt.data.grids import classic, octahedral, regional
 from anemoi_gt.data.meshes import icosphere
-from anemoi_gt.data.nodes import Nodes, area_weights
+from anemoi_gt.data.nodes import Nodes, area_weights, row_weights
 
 
 @pytest.fixture(scope="module")
@@ -133,3 +133,74 @@ def test_large_grids_in_rows_have_the_areas_of_bands_and_others_of_cells(monkeyp
     np.testing.assert_allclose(area_weights(grid), cells[0], rtol=7e-3)
     assert len(np.unique(area_weights(grid))) <= 96 < len(np.unique(cells[0]))
     np.testing.assert_array_equal(area_weights(mesh), cells[1])
+
+
+GRIDS = {
+    "regular": regional(np.linspace(88, -88, 45), np.arange(0, 360, 4.0)),
+    "with poles": regional(np.linspace(90, -90, 46), np.arange(0, 360, 4.0)),
+    "closed": regional(np.linspace(88, -88, 45), np.arange(-180, 181, 4.0)),
+    "octahedral": octahedral(48),
+    "classic": classic(48),
+}
+
+
+def cells_of(name):
+    """Return the areas of the cells of a global grid."""
+    nodes = GRIDS[name]
+    if name.startswith(("octahedral", "classic")):
+        return area_weights(nodes)
+    lower, upper = (np.clip(nodes.lat + side, -90, 90) for side in (-2, 2))
+    return np.sin(np.deg2rad(upper)) - np.sin(np.deg2rad(lower))
+
+
+PARTS = {
+    "all": lambda nodes: np.ones(len(nodes), dtype=bool),
+    "region across Greenwich": lambda nodes: nodes.inside((60, -30, -20, 50)),
+    "islands": lambda nodes: (nodes.xyz @ np.random.default_rng(0).normal(size=(3, 9)) > 1.6).any(
+        1
+    ),
+    "without some rows": lambda nodes: (np.abs(nodes.lat - 50) > 9) & (nodes.lon % 360 < 200),
+    "every second point": lambda nodes: np.random.default_rng(0).random(len(nodes)) < 0.5,
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("name", GRIDS)
+def test_weights_of_a_part_of_a_grid_are_the_areas_of_its_cells(name, part):
+    inside = PARTS[part](GRIDS[name])
+    assert inside.sum() > 30
+    nodes, cells = GRIDS[name][inside], cells_of(name)[inside]
+    ratio = row_weights(nodes) / cells
+    ratio /= np.median(ratio)
+    is_off = np.abs(ratio - 1) > 0.03
+    # in a row of a reduced grid with one or two points, the spacing is unknown
+    assert is_off.mean() <= (0.01 if name in ("octahedral", "classic") else 0)
+    assert ratio.max() < 8
+
+
+def test_a_single_point_at_a_pole_has_the_cap():
+    grid = regional(np.linspace(80, -80, 17), np.arange(0, 360, 10.0))
+    nodes = Nodes([*grid.lat, 90.0, -90.0], [*grid.lon, 0.0, 0.0])
+    np.testing.assert_allclose(row_weights(nodes), area_weights(nodes), rtol=2e-2)
+
+
+def symmetric_projection():
+    """Return points of a conical projection: each latitude twice, at both sides."""
+    x, y = np.meshgrid(np.linspace(-10, 10, 20), np.linspace(40, 60, 21))
+    return Nodes((y - 0.02 * x**2).ravel(), (x / np.cos(np.deg2rad(y))).ravel())
+
+
+def stations():
+    """Return points at random, rounded to hundredths of degrees."""
+    vectors = Nodes.from_xyz(np.random.default_rng(0).standard_normal((50_000, 3)))
+    return Nodes(vectors.lat.round(2), vectors.lon.round(2))
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [*(icosphere(r).nodes for r in (1, 2, 3, 4)), symmetric_projection(), stations()],
+    ids=["mesh 1", "mesh 2", "mesh 3", "mesh 4", "projection", "stations"],
+)
+def test_points_that_share_latitudes_by_symmetry_or_rounding_are_no_grid_in_rows(nodes):
+    assert len(np.unique(nodes.lat.round(4))) <= len(nodes) / 2
+    assert row_weights(nodes) is None

@@ -13,6 +13,10 @@ from anemoi_gt.extras import import_extra
 
 EARTH_RADIUS = 6.371e6  # m, mean radius
 LARGE = 2**20  # points
+SAME = 1e-4  # degrees between points that are the same, as the ends of a closed row
+POLE = 1e-3  # degrees from a pole
+MOST = 0.9  # of the gaps of a grid in rows are multiples of a spacing,
+SPARSE = 10  # and half of them less than so many: rounded positions of stations are no grid
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,12 +165,12 @@ def area_weights(nodes: Nodes) -> np.ndarray:
     Raises ValueError if two nodes coincide, there are fewer than four nodes, or all lie on one
     circle.
 
-    For global grids with more than a million points in rows, Voronoi cells would take minutes. Each
-    point then gets an equal share of its row's band, which ends half-way to the next rows. On
-    octahedral grids, these areas differ from the cells by at most 0.7%.
+    For grids in rows with more than a million points, Voronoi cells would take minutes: they have
+    `row_weights`. On octahedral grids, these differ from the areas of the cells by at most 0.7%.
     """
-    if len(nodes) > LARGE and len(np.unique(nodes.lat)) < len(nodes) / 100:
-        return row_weights(nodes)
+    weights = row_weights(nodes) if len(nodes) > LARGE else None
+    if weights is not None:
+        return weights
     voronoi = import_extra("scipy.spatial", "graphs").SphericalVoronoi
     try:
         areas = voronoi(nodes.xyz).calculate_areas()
@@ -178,15 +182,88 @@ def area_weights(nodes: Nodes) -> np.ndarray:
     return areas / areas.mean()
 
 
-def row_weights(nodes: Nodes) -> np.ndarray:
-    """Return area weights of mean 1, [N] float64, of a grid in rows.
+def row_weights(nodes: Nodes) -> np.ndarray | None:
+    """Return area weights of mean 1, [N] float64, of a regular or reduced grid, or a part of one.
 
-    The points of a row share the area of its band. Bands end half-way to the next rows, or at a
-    pole that is within one row spacing.
+    None unless points lie in rows of constant latitude with even spacing, of which points may be
+    missing, as over sea. A cell is as high as its row's band, which ends half-way to the next rows,
+    or at a pole that is within one row spacing; it is as wide as the spacing.
     """
     rows, row, points = np.unique(nodes.lat.round(4), return_inverse=True, return_counts=True)
-    beyond = np.clip([2 * rows[0] - rows[1], 2 * rows[-1] - rows[-2]], -90, 90)
-    ends = np.where(np.abs(beyond) == 90, beyond, (beyond + rows[[0, -1]]) / 2)
-    bounds = np.concatenate([ends[:1], (rows[1:] + rows[:-1]) / 2, ends[1:]])
-    weights = (np.diff(np.sin(np.deg2rad(bounds))) / points)[row]
+    gaps, of_row = _gaps(nodes.lon % 360, row, points)
+    if len(rows) < 2 or len(gaps) <= len(nodes) / 2:
+        return None
+    spacing, steps = _spacings(gaps, np.zeros_like(of_row), 1)
+    if _are_even(steps):  # a regular grid: one spacing
+        width = np.full(len(rows), spacing)
+    else:  # a reduced one: about the same distance in all rows
+        spacing, steps = _spacings(gaps, of_row, len(rows))
+        cos = np.cos(np.deg2rad(rows))
+        is_known = (points >= 3) & (np.bincount(of_row, ~_are_integers(steps), len(rows)) == 0)
+        if not (_are_even(steps) and is_known.any()):
+            return None
+        # where points are too few, or too far apart: as wide as in most rows
+        typical = np.median((spacing * cos)[is_known])
+        is_known &= spacing * cos < 1.5 * typical
+        width = np.where(is_known, spacing, np.minimum(typical / cos, 360 / points))
+    width[(points == 1) & (np.abs(rows) > 90 - POLE)] = 360.0
+    weights = (_band_heights(rows) * width)[row]
     return weights / weights.mean()
+
+
+def _gaps(lon: np.ndarray, row: np.ndarray, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the gaps between neighbours in each row, but for the largest, and their rows.
+
+    The largest may be what lies outside of a region.
+    """
+    order = np.lexsort((lon, row))
+    lon, row = lon[order], row[order]
+    last = np.cumsum(points) - 1
+    first = last - points + 1
+    gaps = np.append(np.diff(lon), 0.0)
+    gaps[last] = lon[first] + 360 - lon[last]
+    gaps = gaps[np.lexsort((gaps, row))]
+    is_kept = gaps > SAME
+    is_kept[last] = False
+    return gaps[is_kept], row[is_kept]
+
+
+def _spacings(
+    gaps: np.ndarray, group: np.ndarray, num_groups: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the spacing of each group of gaps, NaN without any, and gaps over the spacing."""
+    smallest = np.full(num_groups, np.inf)
+    np.minimum.at(smallest, group, gaps)
+    is_single = gaps < 1.5 * smallest[group]
+    # the mean of all, because longitudes in files are rounded
+    total, count = (np.bincount(group, w, num_groups) for w in (gaps * is_single, is_single))
+    spacing = np.divide(total, count, out=np.full(num_groups, np.nan), where=count > 0)
+    return spacing, gaps / spacing[group]
+
+
+def _are_even(steps: np.ndarray) -> bool:
+    """Return whether the gaps of points are few steps of a lattice."""
+    return bool(_are_integers(steps).mean() > MOST and np.median(steps) < SPARSE)
+
+
+def _are_integers(steps: np.ndarray) -> np.ndarray:
+    integers = np.round(steps)
+    return np.abs(steps - integers) <= np.minimum(0.02 * integers, 0.1)
+
+
+def _band_heights(rows: np.ndarray) -> np.ndarray:
+    """Return the heights of the bands of latitudes, sorted ascending, on a unit sphere.
+
+    Rows may be missing where latitudes have even spacing.
+    """
+    gaps = np.diff(rows)
+    steps = gaps / gaps.min()
+    if _are_integers(steps).all():
+        gaps /= np.round(steps)
+    south = rows - np.append(gaps[:1], gaps) / 2
+    north = rows + np.append(gaps, gaps[-1:]) / 2
+    if rows[0] - gaps[0] <= -90:
+        south[0] = -90.0
+    if rows[-1] + gaps[-1] >= 90:
+        north[-1] = 90.0
+    return np.sin(np.deg2rad(north)) - np.sin(np.deg2rad(south))

@@ -172,14 +172,12 @@ class FieldStates:
 def cell_weights(nodes: Nodes) -> Tensor:
     """Return area weights of mean 1, [N] float32.
 
-    On a grid of latitude rows, regular or reduced, the nodes of a row share the area of its band.
+    On a regular or reduced grid, or a part of one such as its land points, these are `row_weights`.
     On other global grids, weights are areas of Voronoi cells; on other regional grids, they are 1.
     """
-    num_latitudes = len(np.unique(nodes.lat.round(4)))
-    if 2 <= num_latitudes <= len(nodes) / 2:
-        weights = row_weights(nodes)
-    elif np.ptp(nodes.lat) > 90:
+    weights = row_weights(nodes)
+    if weights is None and np.ptp(nodes.lat) > 90:
         weights = area_weights(nodes)
-    else:
+    elif weights is None:
         weights = np.ones(len(nodes))
     return torch.from_numpy(weights).float()
