@@ -165,12 +165,18 @@ def test_compiled_code_sorts_each_list_once_when_nothing_ran_before(graph, trace
     assert len(graphs) <= 4  # encoder, decoder (the second with dynamic sizes) and processor
 
 
-def test_a_compiled_mapper_takes_batches_of_other_sizes_without_graph_breaks(graph, traced):
+# as docs/anemoi.md asks for checkpointed mappers
+@torch._dynamo.config.patch(specialize_float=True)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_mappers_take_batches_of_other_sizes_without_graph_breaks(
+    graph, traced, checkpointing
+):
     backend, graphs = traced
-    model = small.build(graph, WHOLE)
+    model = small.build(graph, small.make_options(mapper_chunks=2, checkpointing=checkpointing))
     batches = [small.draw(graph, batch=batch) for batch in (2, 3)]
     expected = [small.differentiate(model, x) for x in batches]
-    model.encoder["encoder"].compile(fullgraph=True, dynamic=True, backend=backend)
+    for mapper in (model.encoder["encoder"], model.decoder["decoder"]):
+        mapper.compile(fullgraph=True, dynamic=True, backend=backend)
     with integration.install():
         for x, numbers in zip(batches, expected, strict=True):
             assert_same_numbers(small.differentiate(model, x), numbers)
