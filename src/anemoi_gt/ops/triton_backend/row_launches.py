@@ -32,7 +32,7 @@ def norm_forward(
     num_rows : int
         Rows of x, of all batch entries.
     features : int
-        At most MAX_FEATURES, which a program holds in registers.
+        A program holds them in registers.
     norm : NormOptions
     batch : int
         Batch entries, which have the same number of rows.
