@@ -123,9 +123,9 @@ def replaced(kernel: str, tile: Tile | None = None) -> Iterator[list[Sizes]]:
     launch_sizes = []
     original = getattr(attention_steps, name)
 
-    def launch_with_tile(sizes: Sizes, *stride: int):
+    def launch_with_tile(sizes: Sizes, **programs: int):
         launch_sizes.append(sizes)
-        return original(sizes, *stride, tile)
+        return original(sizes, tile, **programs)
 
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(attention_steps, name, launch_with_tile))

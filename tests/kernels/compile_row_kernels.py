@@ -34,13 +34,10 @@ def launches(features, x, half, num_rows=1000):
         if norm is modulation:
             tensors["grad_scale"] = half
         yield backward, tensors | norm | {"partial": SINGLE}
-    strides = {"x_stride": 2 * features, "out_stride": 4 * features}
-    head_norm = row_launches.head_norm_forward(num_rows, 16, features // 16, NORM, **strides)
+    sizes = (num_rows, 16, features // 16, NORM)
+    head_norm = row_launches.head_norm_forward(*sizes, stride=4 * features)
     yield head_norm, {"x": half, "scale": SINGLE, "out": half}
-    strides = {"x_stride": 2 * features, "grad_stride": 4 * features}
-    head_norm = row_launches.head_norm_backward(
-        num_rows, 16, features // 16, NORM, **strides, **SUMS
-    )
+    head_norm = row_launches.head_norm_backward(*sizes, stride=4 * features, **SUMS)
     tensors = {"x": half, "grad_normed": half, "scale": SINGLE, "dx": half, "partial": SINGLE}
     yield head_norm, tensors
     for activation, gated in (

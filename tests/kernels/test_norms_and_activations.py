@@ -235,25 +235,6 @@ def test_gradients_of_a_norm_with_any_dtypes(
     )
 
 
-def test_gradient_of_only_a_norm_writes_nothing_else(draw, poisoned):
-    x, grad_normed, dx = draw(37, 67), draw(37, 67), poisoned(37, 67)
-    launch = row_launches.norm_backward(37, 67, NORM, programs=PROGRAMS, sums=0, first_sum=0)
-    launch(
-        x=x,
-        grad_normed=grad_normed,
-        grad_total=None,
-        scale=None,
-        shift=None,
-        modulation=None,
-        dx=dx,
-        normed=None,
-        grad_scale=None,
-        partial=None,
-    )
-    parameters = {"scale": None, "shift": None, "modulation": None}
-    assert_rounded("dx", dx, norm_gradients(x, grad_normed, None, parameters)["dx"])
-
-
 def test_gradient_of_a_norm_reads_and_writes_rows_before_the_halo(draw, poisoned, make_partial):
     x, scale, wide = draw(3 * 7, 24), draw(24), draw(3, 9, 24)
     normed, dx, partial = poisoned(3, 9, 24), poisoned(21, 24), make_partial(48)
@@ -291,7 +272,7 @@ def test_launches_add_to_the_same_sums(draw, poisoned, make_partial):
             grad_normed=grad_normed,
             grad_total=None,
             dx=poisoned(9, 24),
-            normed=None,
+            normed=poisoned(9, 24),
             grad_scale=None,
             partial=partial,
             **parameters,
@@ -329,63 +310,65 @@ def test_head_norm_and_its_gradients(
     draw, poisoned, make_partial, num_rows, shape, has_scale, norm
 ):
     heads, channels = shape
-    packed = draw(num_rows, 3 * heads * channels)  # query, key, value
-    key = packed[:, heads * channels : 2 * heads * channels]
-    scale, out = draw(channels) if has_scale else None, poisoned(num_rows, heads, channels)
-    stride, width = packed.shape[1], heads * channels
-    forward = row_launches.head_norm_forward(
-        num_rows, heads, channels, norm, x_stride=stride, out_stride=width
-    )
-    forward(x=key, scale=scale, out=out)
+    width = heads * channels
+    stride, columns = 3 * width, slice(width, 2 * width)  # of query, key and value
+    key = draw(num_rows, stride)[:, columns]
+    scale, out = draw(channels) if has_scale else None, poisoned(num_rows, stride)
+    forward = row_launches.head_norm_forward(num_rows, heads, channels, norm, stride=stride)
+    forward(x=key, scale=scale, out=out[:, columns])
     x = exact(key.unflatten(-1, (heads, channels)))
     n = normal(x, norm)
     y = n if scale is None else n * scale.double()
-    assert_rounded("out", out, y)
+    assert_rounded("out", out[:, columns], y.flatten(1))
+    assert out[:, :width].isnan().all()
+    assert out[:, 2 * width :].isnan().all()
 
-    packed_grad, partial = draw(num_rows, 2 * heads * channels), make_partial(channels)
-    grad = packed_grad[:, :width].unflatten(-1, (heads, channels))
-    dx = poisoned(num_rows, 2 * width)
+    partial, dx = make_partial(channels), poisoned(num_rows, stride)
+    grad_columns = draw(num_rows, stride)[:, columns]
+    grad = grad_columns.unflatten(-1, (heads, channels))
     backward = row_launches.head_norm_backward(
         num_rows,
         heads,
         channels,
         norm,
-        x_stride=stride,
-        grad_stride=2 * width,
+        stride=stride,
         programs=PROGRAMS,
         sums=channels,
         first_sum=0,
     )
-    columns = dx[:, width:]
     backward(
-        x=key, grad_normed=grad, scale=scale, dx=columns, partial=partial if has_scale else None
+        x=key,
+        grad_normed=grad_columns,
+        scale=scale,
+        dx=dx[:, columns],
+        partial=partial if has_scale else None,
     )
     term = largest_term(x, y, n, grad.double(), norm)
     (exact_dx,) = torch.autograd.grad(y, x, grad.double())
-    assert_rounded("dx", columns, exact_dx.flatten(1), term)
+    assert_rounded("dx", dx[:, columns], exact_dx.flatten(1), term)
     assert dx[:, :width].isnan().all()
+    assert dx[:, 2 * width :].isnan().all()
     if has_scale:
         assert_rounded("dscale", partial.sum(0), (grad.double() * n).sum((0, 1)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradient_of_a_head_norm_may_overwrite_the_incoming_gradient(draw, make_partial, dtype):
-    key, scale, grads = draw(37, 4 * 10, dtype=dtype), draw(10), draw(37, 3 * 40, dtype=dtype)
+    rows, scale, grads = draw(37, 3 * 40, dtype=dtype), draw(10), draw(37, 3 * 40, dtype=dtype)
     partial, before = make_partial(10), grads.clone()
-    columns = grads[:, 40:80]
+    key, columns = rows[:, 40:80], grads[:, 40:80]
     launch = row_launches.head_norm_backward(
         37,
         4,
         10,
         NORM,
-        x_stride=40,
-        grad_stride=120,
+        stride=120,
         programs=PROGRAMS,
         sums=10,
         first_sum=0,
     )
     launch(x=key, grad_normed=columns, scale=scale, dx=columns, partial=partial)
-    x, dy = exact(key.view(37, 4, 10)), before[:, 40:80].reshape(37, 4, 10).double()
+    x, dy = exact(key.reshape(37, 4, 10)), before[:, 40:80].reshape(37, 4, 10).double()
     (dx,) = torch.autograd.grad(normal(x) * scale.double(), x, dy)
     assert_rounded("dx", columns, dx.flatten(1))
     assert_rounded("dscale", partial.sum(0), (dy * normal(x)).sum((0, 1)))
@@ -440,7 +423,7 @@ def run_activation(draw, poisoned, make_partial, num_rows, features, activation,
         grad_activated=in_place,
         activated=in_place,
         grad_hidden=grad_hidden,
-        partial=None,
+        partial=make_partial(width + 4),
     )
     assert_rounded("activated in place", in_place, reference)
     assert_rounded("grad_hidden in place", grad_hidden, dh)
@@ -463,9 +446,7 @@ def test_activation_of_any_number_of_rows_and_features(
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activation_of_the_largest_finite_numbers_is_finite(
-    poisoned, make_partial, kernel_device, activation
-):
+def test_activation_of_the_largest_finite_numbers_is_finite(poisoned, kernel_device, activation):
     most = torch.finfo(torch.float32).max
     hidden = torch.tensor(
         [[-most, -1e20, -100.0, -0.0, 0.0, 100.0, 1e20, most]], device=kernel_device
@@ -473,11 +454,15 @@ def test_activation_of_the_largest_finite_numbers_is_finite(
     out, grad_hidden = poisoned(1, 8), poisoned(1, 8)
     row_launches.activation_forward(1, 8, activation, gated=False)(hidden=hidden, out=out)
     launch = row_launches.activation_backward(
-        1, 8, activation, gated=False, programs=1, sums=0, first_sum=0
+        1, 8, activation, gated=False, programs=1, sums=8, first_sum=0
     )
     ones = torch.ones_like(hidden)
     launch(
-        hidden=hidden, grad_activated=ones, activated=None, grad_hidden=grad_hidden, partial=None
+        hidden=hidden,
+        grad_activated=ones,
+        activated=poisoned(1, 8),
+        grad_hidden=grad_hidden,
+        partial=torch.zeros(1, 8, device=kernel_device),
     )
     slope = {"sigmoid": [0, 0, 0, 0.25, 0.25, 0, 0, 0], "relu": [0, 0, 0, 0, 0, 1, 1, 1]}
     slope["mish"] = [0, 0, 0, 0.6, 0.6, 1, 1, 1]
@@ -498,14 +483,11 @@ def test_relu_passes_nan_as_pytorch_does(poisoned, kernel_device):
 
 
 def all_launches(num_rows):
-    forward = {"x_stride": 512, "out_stride": 512}
     sums = {"programs": PROGRAMS, "sums": 9, "first_sum": 0}
     yield row_launches.norm_forward(num_rows, 512, NORM)
     yield row_launches.norm_backward(num_rows, 512, NORM, **sums)
-    yield row_launches.head_norm_forward(num_rows, 16, 32, NORM, **forward)
-    yield row_launches.head_norm_backward(
-        num_rows, 16, 32, NORM, x_stride=512, grad_stride=512, **sums
-    )
+    yield row_launches.head_norm_forward(num_rows, 16, 32, NORM, stride=512)
+    yield row_launches.head_norm_backward(num_rows, 16, 32, NORM, stride=512, **sums)
     yield row_launches.activation_forward(num_rows, 512, "silu", gated=True)
     yield row_launches.activation_backward(num_rows, 512, "silu", gated=True, **sums)
 

@@ -77,13 +77,13 @@ def write_report(
     model: nn.Module,
     test: ForecastDataset,
     records: list[dict],
-    variables: Sequence[str] | None = None,
+    variables: Sequence[str] | None,
 ) -> None:
     """Score a model and the baselines on the test samples; plot the forecast with median error.
 
     Writes `scores.json`, with the model's scores first, and `forecast.png` to an existing folder.
     The model must be in evaluation mode. `records` are the metrics of the run. `variables` are
-    plotted; by default, the first three.
+    plotted; None: the first three.
     """
     forecast = model_forecast(model, test)
     errors = measure({"model": forecast, **test.baselines()}, test)

@@ -61,7 +61,7 @@ def draw_training_plot(
     forecast: Tensor,
     scores: list[Score],
     records: list[dict],
-    variables: Sequence[str] | None = None,
+    variables: Sequence[str] | None,
 ) -> None:
     """Plot a test sample with forecast, errors and scores, one panel per variable, and the losses.
 
@@ -128,7 +128,7 @@ def draw_rollout_plot(
     sample: int,
     outcomes: list[Outcome],
     scores: list[Score],
-    variables: Sequence[str] | None = None,
+    variables: Sequence[str] | None,
 ) -> None:
     """Plot a rollout from a test sample and the scores of all rollouts, one panel per variable.
 

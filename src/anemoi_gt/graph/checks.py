@@ -118,14 +118,6 @@ def assert_range(name: str, index: Tensor, size: int) -> None:
     assert_async(in_range, message)
 
 
-def check_ends(edge_index: Tensor, *num_nodes: int, check: Callable = check_range) -> None:
-    """Call `check` for the sources and the destinations of edges [2, E]."""
-    for name, index, size in zip(
-        ("source (row 0", "destination (row 1"), edge_index, num_nodes, strict=True
-    ):
-        check(f"{name} of edge_index)", index, size)
-
-
 def assert_pointers(name: str, pointers: Tensor, num_edges: int) -> None:
     """Assert on the device, without synchronising, that `pointers` increase from 0 to `num_edges`.
 

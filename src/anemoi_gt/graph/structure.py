@@ -39,7 +39,6 @@ from anemoi_gt.graph.checks import (
     assert_range,
     check_edge_ids,
     check_edge_index,
-    check_ends,
     check_index,
     check_permutation,
     check_pointers,
@@ -254,7 +253,8 @@ class GraphStructure:
         dtype = _index_dtype(num_src, num_dst, edge_index.shape[1])
         validate = validate and not torch.compiler.is_compiling()  # which cannot read values
         check = check_range if validate else assert_range
-        check_ends(edge_index, num_src, num_dst, check=check)
+        check("source (row 0 of edge_index)", edge_index[0], num_src)
+        check("destination (row 1 of edge_index)", edge_index[1], num_dst)
         if validate and bool((edge_index[1, 1:] >= edge_index[1, :-1]).all()):
             colptr = pointers(edge_index[1].to(dtype), num_dst)
             groups = GroupedEdges(colptr, None, _copy(edge_index[0], dtype))

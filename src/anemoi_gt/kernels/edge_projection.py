@@ -65,19 +65,16 @@ def _tile_offsets(
     head,
     column,
     num_nodes,
-    H: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
-    STRIDE: tl.constexpr = 0,
+    STRIDE: tl.constexpr,
 ):
-    """Return offsets and mask [nodes, columns] of one head in a tensor [N, H, WIDTH].
+    """Return offsets and mask [nodes, columns] of one head in [N, H, WIDTH], from `column` on.
 
-    Columns start at `column`.
-
-    STRIDE elements lie between the rows of two nodes, H * WIDTH where it is 0.
+    STRIDE elements lie between two nodes.
     """
     x = column + tl.arange(0, COLUMNS)
-    offsets = (node * (STRIDE or H * WIDTH) + head * WIDTH)[:, None] + x[None, :]
+    offsets = (node * STRIDE + head * WIDTH)[:, None] + x[None, :]
     return offsets, (node < num_nodes)[:, None] & (x < WIDTH)[None, :]
 
 
@@ -98,7 +95,7 @@ def project(
     TILES: tl.constexpr,
     PRECISION: tl.constexpr,
     INT64: tl.constexpr,
-    STRIDE: tl.constexpr,
+    STRIDE: tl.constexpr,  # elements between two rows of `rows`
 ):
     """Grid (ceil(N / (NODES * TILES)) * H,): a program owns one head of TILES tiles of NODES nodes.
 
@@ -113,14 +110,16 @@ def project(
         node = first + tile * NODES + tl.arange(0, NODES)
         u = tl.zeros((NODES, ATTRIBUTES), tl.float32)
         for channel in tl.static_range(0, C, CHANNELS):
-            offsets, mask = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS, STRIDE)
+            offsets, mask = _tile_offsets(node, head, channel, num_nodes, C, CHANNELS, STRIDE)
             x = tl.load(rows + offsets, mask=mask, other=0.0)  # [NODES, CHANNELS]
             if CHANNELS < C:
                 w = _load_weight(
                     edge_weight, edge_bias, head, channel, H, C, D, CHANNELS, ATTRIBUTES
                 )
             u = product(x, w, u, PRECISION)
-        offset, inside = _tile_offsets(node, head, 0, num_nodes, H, ATTRIBUTES, ATTRIBUTES)
+        offset, inside = _tile_offsets(
+            node, head, 0, num_nodes, ATTRIBUTES, ATTRIBUTES, H * ATTRIBUTES
+        )
         tl.store(projected + offset, u.to(projected.dtype.element_ty), mask=inside)
 
 
@@ -142,7 +141,7 @@ def embed(
     TILES: tl.constexpr,
     PRECISION: tl.constexpr,
     INT64: tl.constexpr,
-    STRIDE: tl.constexpr,
+    STRIDE: tl.constexpr,  # elements between two rows of `rows`
 ):
     """Grid (ceil(N / (NODES * TILES)) * H,): a program owns one head of TILES tiles of NODES nodes.
 
@@ -155,17 +154,19 @@ def embed(
         w = _load_weight(edge_weight, edge_bias, head, 0, H, C, D, CHANNELS, ATTRIBUTES)
     for tile in range(TILES):
         node = first + tile * NODES + tl.arange(0, NODES)
-        offset, inside = _tile_offsets(node, head, 0, num_nodes, H, ATTRIBUTES, ATTRIBUTES)
+        offset, inside = _tile_offsets(
+            node, head, 0, num_nodes, ATTRIBUTES, ATTRIBUTES, H * ATTRIBUTES
+        )
         s = tl.load(sums + offset, mask=inside, other=0.0)  # [NODES, ATTRIBUTES]
         for channel in tl.static_range(0, C, CHANNELS):
             if CHANNELS < C:
                 w = _load_weight(
                     edge_weight, edge_bias, head, channel, H, C, D, CHANNELS, ATTRIBUTES
                 )
-            offsets, mask = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS, STRIDE)
+            offsets, mask = _tile_offsets(node, head, channel, num_nodes, C, CHANNELS, STRIDE)
             x = tl.load(rows + offsets, mask=mask, other=0.0).to(tl.float32)
             if skip is not None:
-                skip_offsets, _ = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS)
+                skip_offsets, _ = _tile_offsets(node, head, channel, num_nodes, C, CHANNELS, H * C)
                 x += tl.load(skip + skip_offsets, mask=mask, other=0.0).to(tl.float32)
             x = product(s, tl.trans(w), x, PRECISION)
             tl.store(rows + offsets, x.to(rows.dtype.element_ty), mask=mask)
@@ -286,10 +287,12 @@ def weight_bwd(
     dw = tl.zeros((CHANNELS, ATTRIBUTES), tl.float32)
     for first in range(part * NODES, num_nodes, tl.num_programs(0) // H * NODES):
         node = as_index(first, INT64) + tl.arange(0, NODES)
-        offsets, mask = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS, STRIDE)
+        offsets, mask = _tile_offsets(node, head, channel, num_nodes, C, CHANNELS, STRIDE)
         q = tl.load(query + offsets, mask=mask, other=0.0)  # [NODES, CHANNELS]
         do = tl.load(grad_out + offsets, mask=mask, other=0.0)
-        offset, inside = _tile_offsets(node, head, 0, num_nodes, H, ATTRIBUTES, ATTRIBUTES)
+        offset, inside = _tile_offsets(
+            node, head, 0, num_nodes, ATTRIBUTES, ATTRIBUTES, H * ATTRIBUTES
+        )
         value_sums = tl.load(attr_sums + offset, mask=inside, other=0.0)
         score_sums = tl.load(dscore_sums + offset, mask=inside, other=0.0)
         dw = product(tl.trans(do), value_sums, dw, PRECISION)

@@ -31,8 +31,8 @@ them.
 
 N nodes, F features, H heads, C channels of a head, K hidden features. FEATURES, CHANNELS and
 COLUMNS are the widths of tiles, powers of two; ROWS and PAIRS (of a node and a head) are their
-heights. Strides are elements between rows. They are constexpr: with a stride that is known at run
-time only, Triton would load element by element.
+heights. STRIDE is the elements between the heads of two nodes. It is constexpr: with a stride that
+is known at run time only, Triton would load element by element.
 """
 
 import triton
@@ -45,14 +45,14 @@ from anemoi_gt.kernels.primitives import as_index
 
 
 @triton.jit
-def _row_offsets(row, rows_per_entry, entry_rows, STRIDE: tl.constexpr, ENTRIES: tl.constexpr):
-    """Return offsets of rows [ROWS] of [N, STRIDE]; with ENTRIES, of [B, entry_rows, STRIDE].
+def _row_offsets(row, rows_per_entry, entry_rows, F: tl.constexpr, ENTRIES: tl.constexpr):
+    """Return offsets of rows [ROWS] of [N, F]; with ENTRIES, of [B, entry_rows, F].
 
     With ENTRIES the rows are the first `rows_per_entry` of each batch entry.
     """
     if ENTRIES:
         row = row // rows_per_entry * entry_rows + row % rows_per_entry
-    return row * STRIDE
+    return row * F
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def norm_fwd(
     scale,  # [F] or None
     shift,  # [F] or None
     modulation,  # [N, 2 F], scale then shift of each row, or None
-    out,  # [N, F] with OUT_STRIDE, or [B, entry_rows, F]
+    out,  # [N, F], or [B, entry_rows, F]
     num_rows,
     rows_per_entry,
     entry_rows,
@@ -120,7 +120,6 @@ def norm_fwd(
     FEATURES: tl.constexpr,
     CENTRED: tl.constexpr,
     ROWS: tl.constexpr,
-    OUT_STRIDE: tl.constexpr,
     ENTRIES: tl.constexpr,
     INT64: tl.constexpr,
 ):
@@ -140,7 +139,7 @@ def norm_fwd(
         y = y * load_parameter(scale, f, f < F)
     if shift is not None:
         y += load_parameter(shift, f, f < F)
-    out_row = _row_offsets(row, rows_per_entry, entry_rows, OUT_STRIDE, ENTRIES)
+    out_row = _row_offsets(row, rows_per_entry, entry_rows, F, ENTRIES)
     tl.store(out + out_row[:, None] + f[None, :], y.to(out.dtype.element_ty), mask=mask)
 
 
@@ -150,15 +149,15 @@ def norm_fwd(
 )
 def norm_bwd(
     x,  # [N, F]
-    grad_normed,  # [N, F] with NORMED_STRIDE, or [B, entry_rows, F]: dy
+    grad_normed,  # [N, F], or [B, entry_rows, F]: dy
     grad_total,  # [N, F], the gradient that dx is added to, or None
     scale,  # [F] or None
     shift,  # [F] or None
     modulation,  # [N, 2 F], scale then shift of each row, or None
     dx,  # [N, F]
-    normed,  # as grad_normed: y, recomputed; or None
+    normed,  # as grad_normed: y, recomputed
     grad_scale,  # [N, F]: dscale of each row; or None
-    partial,  # [P, SUMS] float32: sums of dscale, dshift, and with TOTAL of grad_total; or None
+    partial,  # [P, SUMS] float32: sums of dscale, dshift, and with TOTAL of grad_total
     num_rows,
     rows_per_entry,
     entry_rows,
@@ -168,7 +167,6 @@ def norm_bwd(
     FEATURES: tl.constexpr,
     CENTRED: tl.constexpr,
     ROWS: tl.constexpr,
-    NORMED_STRIDE: tl.constexpr,
     ENTRIES: tl.constexpr,
     SUMS: tl.constexpr,
     IS_FIRST: tl.constexpr,
@@ -184,16 +182,15 @@ def norm_bwd(
         w = load_parameter(scale, f, inside)
     if shift is not None:
         b = load_parameter(shift, f, inside)
-    if partial is not None:
-        scale_sum = tl.zeros((ROWS, FEATURES), tl.float32)
-        shift_sum = tl.zeros((ROWS, FEATURES), tl.float32)
-        if TOTAL:
-            total_sum = tl.zeros((ROWS, FEATURES), tl.float32)
+    scale_sum = tl.zeros((ROWS, FEATURES), tl.float32)
+    shift_sum = tl.zeros((ROWS, FEATURES), tl.float32)
+    if TOTAL:
+        total_sum = tl.zeros((ROWS, FEATURES), tl.float32)
 
     next_row = start + tl.arange(0, ROWS)
     next_mask = (next_row < num_rows)[:, None] & inside[None, :]
     offset = next_row[:, None] * F + f[None, :]
-    normed_row = _row_offsets(next_row, rows_per_entry, entry_rows, NORMED_STRIDE, ENTRIES)
+    normed_row = _row_offsets(next_row, rows_per_entry, entry_rows, F, ENTRIES)
     next_x = tl.load(x + offset, mask=next_mask, other=0.0)
     next_dy = tl.load(grad_normed + normed_row[:, None] + f[None, :], mask=next_mask, other=0.0)
     if grad_total is not None:
@@ -207,7 +204,7 @@ def norm_bwd(
         row = first + tl.arange(0, ROWS)
         mask = (row < num_rows)[:, None] & inside[None, :]
         offset = row[:, None] * F + f[None, :]
-        normed_row = _row_offsets(row, rows_per_entry, entry_rows, NORMED_STRIDE, ENTRIES)
+        normed_row = _row_offsets(row, rows_per_entry, entry_rows, F, ENTRIES)
         normed_at = normed_row[:, None] + f[None, :]
         z = next_x.to(tl.float32)
         dy = next_dy.to(tl.float32)
@@ -220,7 +217,7 @@ def norm_bwd(
         next_row = row + step
         next_mask = (next_row < num_rows)[:, None] & inside[None, :]
         next_at = next_row[:, None] * F + f[None, :]
-        normed_row = _row_offsets(next_row, rows_per_entry, entry_rows, NORMED_STRIDE, ENTRIES)
+        normed_row = _row_offsets(next_row, rows_per_entry, entry_rows, F, ENTRIES)
         next_x = tl.load(x + next_at, mask=next_mask, other=0.0)
         next_dy = tl.load(grad_normed + normed_row[:, None] + f[None, :], mask=next_mask, other=0.0)
         if grad_total is not None:
@@ -238,27 +235,24 @@ def norm_bwd(
         d = norm_gradient(n, inv_std, dn, mask, F, CENTRED)
         if grad_total is not None:
             d += total
-        if partial is not None:
-            scale_sum += dscale
-            shift_sum += dy
-            if TOTAL:
-                total_sum += total
-        if normed is not None:
-            y = n
-            if scale is not None or modulation is not None:
-                y = y * w
-            if shift is not None or modulation is not None:
-                y += b
-            tl.store(normed + normed_at, y.to(normed.dtype.element_ty), mask=mask)
+        scale_sum += dscale
+        shift_sum += dy
+        if TOTAL:
+            total_sum += total
+        y = n
+        if scale is not None or modulation is not None:
+            y = y * w
+        if shift is not None or modulation is not None:
+            y += b
+        tl.store(normed + normed_at, y.to(normed.dtype.element_ty), mask=mask)
         if grad_scale is not None:
             tl.store(grad_scale + offset, dscale.to(grad_scale.dtype.element_ty), mask=mask)
         tl.store(dx + offset, d.to(dx.dtype.element_ty), mask=mask)
 
-    if partial is not None:
-        put_into_partial(partial, first_sum, f, inside, scale_sum, SUMS, IS_FIRST)
-        put_into_partial(partial, first_sum + F, f, inside, shift_sum, SUMS, IS_FIRST)
-        if TOTAL:
-            put_into_partial(partial, first_sum + 2 * F, f, inside, total_sum, SUMS, IS_FIRST)
+    put_into_partial(partial, first_sum, f, inside, scale_sum, SUMS, IS_FIRST)
+    put_into_partial(partial, first_sum + F, f, inside, shift_sum, SUMS, IS_FIRST)
+    if TOTAL:
+        put_into_partial(partial, first_sum + 2 * F, f, inside, total_sum, SUMS, IS_FIRST)
 
 
 # ---------------------------------------------------------------------------- norms of heads
@@ -275,9 +269,9 @@ def _pair_offsets(pair, c, STRIDE: tl.constexpr, H: tl.constexpr, C: tl.constexp
     do_not_specialize=["num_pairs"],
 )
 def head_norm_fwd(
-    x,  # [N, H, C] with X_STRIDE between nodes
+    x,  # [N, H, C] with STRIDE between nodes
     scale,  # [C] or None
-    out,  # [N, H, C] with OUT_STRIDE between nodes; may be x
+    out,  # [N, H, C] as x; may be x
     num_pairs,
     eps,
     H: tl.constexpr,
@@ -285,19 +279,19 @@ def head_norm_fwd(
     CHANNELS: tl.constexpr,
     CENTRED: tl.constexpr,
     PAIRS: tl.constexpr,
-    X_STRIDE: tl.constexpr,
-    OUT_STRIDE: tl.constexpr,
+    STRIDE: tl.constexpr,
     INT64: tl.constexpr,
 ):
     """Grid (ceil(N H / PAIRS),): a program writes PAIRS heads of nodes."""
     pair = as_index(tl.program_id(0), INT64) * PAIRS + tl.arange(0, PAIRS)
     c = tl.arange(0, CHANNELS)
     mask = (pair < num_pairs)[:, None] & (c < C)[None, :]
-    z = tl.load(x + _pair_offsets(pair, c, X_STRIDE, H, C), mask=mask, other=0.0).to(tl.float32)
+    at = _pair_offsets(pair, c, STRIDE, H, C)
+    z = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     y, _ = normalise(z, mask, eps, C, CENTRED)
     if scale is not None:
         y = y * load_parameter(scale, c, c < C)
-    tl.store(out + _pair_offsets(pair, c, OUT_STRIDE, H, C), y.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(
@@ -305,11 +299,11 @@ def head_norm_fwd(
     do_not_specialize=["num_pairs", "first_sum"],
 )
 def head_norm_bwd(
-    x,  # [N, H, C] with X_STRIDE between nodes, before the norm
-    grad_normed,  # [N, H, C] with GRAD_STRIDE between nodes: dy
+    x,  # [N, H, C] with STRIDE between nodes, before the norm
+    grad_normed,  # [N, H, C] as x: dy
     scale,  # [C] or None
-    dx,  # [N, H, C] with DX_STRIDE between nodes; may be grad_normed
-    partial,  # [P, SUMS] float32: sums of dscale [C]; or None
+    dx,  # [N, H, C] as x; may be grad_normed
+    partial,  # [P, SUMS] float32: sums of dscale [C]; None without a scale
     num_pairs,
     first_sum,
     eps,
@@ -318,11 +312,8 @@ def head_norm_bwd(
     CHANNELS: tl.constexpr,
     CENTRED: tl.constexpr,
     PAIRS: tl.constexpr,
-    X_STRIDE: tl.constexpr,
-    GRAD_STRIDE: tl.constexpr,
-    DX_STRIDE: tl.constexpr,
+    STRIDE: tl.constexpr,
     SUMS: tl.constexpr,
-    IS_FIRST: tl.constexpr,
     INT64: tl.constexpr,
 ):
     """Grid (P,): a program owns every P-th tile of PAIRS heads of nodes.
@@ -336,12 +327,11 @@ def head_norm_bwd(
     inside = c < C
     if scale is not None:
         w = load_parameter(scale, c, inside)
-    if partial is not None:
         scale_sum = tl.zeros((PAIRS, CHANNELS), tl.float32)
     next_pair = start + tl.arange(0, PAIRS)
     next_mask = (next_pair < num_pairs)[:, None] & inside[None, :]
-    next_x = tl.load(x + _pair_offsets(next_pair, c, X_STRIDE, H, C), mask=next_mask, other=0.0)
-    next_at = _pair_offsets(next_pair, c, GRAD_STRIDE, H, C)
+    next_at = _pair_offsets(next_pair, c, STRIDE, H, C)
+    next_x = tl.load(x + next_at, mask=next_mask, other=0.0)
     next_dy = tl.load(grad_normed + next_at, mask=next_mask, other=0.0)
     for first in range(start, num_pairs, step):
         pair = first + tl.arange(0, PAIRS)
@@ -351,8 +341,8 @@ def head_norm_bwd(
 
         next_pair = pair + step
         next_mask = (next_pair < num_pairs)[:, None] & inside[None, :]
-        next_x = tl.load(x + _pair_offsets(next_pair, c, X_STRIDE, H, C), mask=next_mask, other=0.0)
-        next_at = _pair_offsets(next_pair, c, GRAD_STRIDE, H, C)
+        next_at = _pair_offsets(next_pair, c, STRIDE, H, C)
+        next_x = tl.load(x + next_at, mask=next_mask, other=0.0)
         next_dy = tl.load(grad_normed + next_at, mask=next_mask, other=0.0)
 
         n, inv_std = normalise(z, mask, eps, C, CENTRED)
@@ -360,11 +350,12 @@ def head_norm_bwd(
         if scale is not None:
             dn = dy * w
         d = norm_gradient(n, inv_std, dn, mask, C, CENTRED)
-        if partial is not None:
+        if scale is not None:
             scale_sum += dy * n
-        tl.store(dx + _pair_offsets(pair, c, DX_STRIDE, H, C), d.to(dx.dtype.element_ty), mask=mask)
-    if partial is not None:
-        put_into_partial(partial, first_sum, c, inside, scale_sum, SUMS, IS_FIRST)
+        at = _pair_offsets(pair, c, STRIDE, H, C)
+        tl.store(dx + at, d.to(dx.dtype.element_ty), mask=mask)
+    if scale is not None:
+        put_into_partial(partial, first_sum, c, inside, scale_sum, SUMS, IS_FIRST=True)
 
 
 # ---------------------------------------------------------------------------- activations
@@ -461,9 +452,9 @@ def activation_fwd(
 def activation_bwd(
     hidden,  # [N, K], or [N, 2 K] with GATED: gate, then value
     grad_activated,  # [N, K]: da
-    activated,  # [N, K]: a, recomputed; may be grad_activated; or None
+    activated,  # [N, K]: a, recomputed; may be grad_activated
     grad_hidden,  # as hidden
-    partial,  # [P, SUMS] float32: sums of grad_hidden; or None
+    partial,  # [P, SUMS] float32: sums of grad_hidden
     num_rows,
     first_sum,
     K: tl.constexpr,
@@ -484,10 +475,9 @@ def activation_bwd(
     step = tl.num_programs(0) * ROWS
     k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = k < K
-    if partial is not None:
-        sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-        if GATED:
-            value_sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if GATED:
+        value_sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     next_row = start + tl.arange(0, ROWS)
     next_mask = (next_row < num_rows)[:, None] & inside[None, :]
     next_at = next_row[:, None] * K + k[None, :]
@@ -523,14 +513,11 @@ def activation_bwd(
             dv = dvalue.to(grad_hidden.dtype.element_ty)
             tl.store(grad_hidden + K + hidden_at, dv, mask=mask)
         dh = da * slope
-        if partial is not None:
-            sums += dh
-            if GATED:
-                value_sums += dvalue
-        if activated is not None:
-            tl.store(activated + offset, a.to(activated.dtype.element_ty), mask=mask)
-        tl.store(grad_hidden + hidden_at, dh.to(grad_hidden.dtype.element_ty), mask=mask)
-    if partial is not None:
-        put_into_partial(partial, first_sum, k, inside, sums, SUMS, IS_FIRST)
+        sums += dh
         if GATED:
-            put_into_partial(partial, first_sum + K, k, inside, value_sums, SUMS, IS_FIRST)
+            value_sums += dvalue
+        tl.store(activated + offset, a.to(activated.dtype.element_ty), mask=mask)
+        tl.store(grad_hidden + hidden_at, dh.to(grad_hidden.dtype.element_ty), mask=mask)
+    put_into_partial(partial, first_sum, k, inside, sums, SUMS, IS_FIRST)
+    if GATED:
+        put_into_partial(partial, first_sum + K, k, inside, value_sums, SUMS, IS_FIRST)

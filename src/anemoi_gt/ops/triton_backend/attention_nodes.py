@@ -43,6 +43,7 @@ class HeadNormNode(Node):
         super().__init__([x], out)
         self.scale, self.options, self.heads = scale, options, heads
         self.channels = x.shape[1] // heads
+        self.stride = beside.shape[1]
         self.reads = [x]
         self.parameters = present(scale)
         if scale is not None:
@@ -52,12 +53,7 @@ class HeadNormNode(Node):
         """Normalise rows."""
         x = run.value(self.inputs[0])
         launch = row_launches.head_norm_forward(
-            x.shape[0],
-            self.heads,
-            self.channels,
-            self.options,
-            x_stride=x.stride[0],
-            out_stride=out.stride[0],
+            x.shape[0], self.heads, self.channels, self.options, stride=self.stride
         )
         run.builder.launch(launch, x=x, scale=run.call.leaf(self.scale), out=out)
 
@@ -74,12 +70,10 @@ class HeadNormNode(Node):
             self.heads,
             self.channels,
             self.options,
-            x_stride=x.stride[0],
-            grad_stride=grad.stride[0],
+            stride=self.stride,
             programs=programs,
             sums=width,
             first_sum=first_sum,
-            is_first=True,
         )
         scale = run.call.leaf(self.scale)
         run.builder.launch(launch, x=x, grad_normed=grad, scale=scale, dx=grad, partial=partial)

@@ -29,7 +29,7 @@ from anemoi_gt.ops.triton_backend import tiles
 from anemoi_gt.ops.triton_backend.device import interpreted
 from anemoi_gt.ops.triton_backend.plan import Buffer, PlanBuilder
 from anemoi_gt.ops.triton_backend.sizes import PACKED_DTYPES, Kept, Sizes
-from anemoi_gt.ops.triton_backend.tiles import TUNING, ContractionTile, RowTile
+from anemoi_gt.ops.triton_backend.tiles import ContractionTile, RowTile
 
 LOG2_E = 1.4426950408889634
 
@@ -297,30 +297,33 @@ def _contraction_launch(
     """Return the launch of a contraction of rows with W, over all destinations."""
     constants = _attribute_constants(sizes)
     constants |= {"CHANNELS": tile.channels, "NODES": tile.nodes, "num_warps": tile.num_warps}
-    constants |= {"num_stages": tile.num_stages, **options}
+    constants |= {"num_stages": tile.num_stages, "STRIDE": sizes.row_stride, **options}
     return Launch(kernel, grid, {"num_nodes": sizes.destinations}, constants)
 
 
-def _node_map_launch(kernel: Any, sizes: Sizes, tile: ContractionTile, stride: int) -> Launch:
+def _node_map_launch(kernel: Any, sizes: Sizes, tile: ContractionTile) -> Launch:
     """Return the launch of a contraction that maps the rows of each node."""
     grid = (-(-sizes.destinations // (tile.nodes * tile.tiles)) * sizes.heads,)
-    return _contraction_launch(kernel, sizes, tile, grid, TILES=tile.tiles, STRIDE=stride)
+    return _contraction_launch(kernel, sizes, tile, grid, TILES=tile.tiles)
 
 
-def project_launch(sizes: Sizes, stride: int, tile: ContractionTile | None = None) -> Launch:
-    """Return the launch of `project`; `stride` is 0 for contiguous rows."""
+def project_launch(sizes: Sizes, tile: ContractionTile | None = None) -> Launch:
+    """Return the launch of `project`."""
     tile = tile or tiles.project_tile(sizes.channels, sizes.attributes)
-    return _node_map_launch(kernels.edge_projection.project, sizes, tile, stride)
+    return _node_map_launch(kernels.edge_projection.project, sizes, tile)
 
 
 def project(call: AttentionCall, rows: Buffer, projected: Buffer | None = None) -> Buffer:
-    """Write W^T of rows [B, N_dst, H, C] into `projected` [B, N_dst, H, columns]; return it."""
+    """Write W^T of rows [B, N_dst, H, C] into `projected` [B, N_dst, H, columns]; return it.
+
+    Rows lie `Sizes.row_stride` elements apart, as in `embed`.
+    """
     if projected is None:
         projected = call.builder.empty(
             (*rows.shape[:-1], call.sizes.columns), scratch_dtype(rows.dtype)
         )
     call.builder.launch(
-        project_launch(call.sizes, _map_stride(rows)),
+        project_launch(call.sizes),
         rows=rows,
         edge_weight=call.operands.edge_weight,
         edge_bias=call.operands.edge_bias,
@@ -329,21 +332,16 @@ def project(call: AttentionCall, rows: Buffer, projected: Buffer | None = None) 
     return projected
 
 
-def _map_stride(rows: Buffer) -> int:
-    """Return the row stride as the contractions take it: 0 for contiguous rows."""
-    return 0 if rows.is_contiguous else _row_stride(rows)
-
-
-def embed_launch(sizes: Sizes, stride: int, tile: ContractionTile | None = None) -> Launch:
-    """Return the launch of `embed`; `stride` is 0 for contiguous rows."""
+def embed_launch(sizes: Sizes, tile: ContractionTile | None = None) -> Launch:
+    """Return the launch of `embed`."""
     tile = tile or tiles.embed_tile(sizes.channels, sizes.attributes)
-    return _node_map_launch(kernels.edge_projection.embed, sizes, tile, stride)
+    return _node_map_launch(kernels.edge_projection.embed, sizes, tile)
 
 
 def embed(call: AttentionCall, sums: Buffer, rows: Buffer, skip: Buffer | None = None) -> None:
     """Add W sums [B, N_dst, H, columns], and `skip` like rows, to rows [B, N_dst, H, C]."""
     call.builder.launch(
-        embed_launch(call.sizes, _map_stride(rows)),
+        embed_launch(call.sizes),
         sums=sums,
         edge_weight=call.operands.edge_weight,
         edge_bias=call.operands.edge_bias,
@@ -557,16 +555,12 @@ def differentiate_attributes(
     return attr_sums, dscore_sums
 
 
-def weight_launch(
-    sizes: Sizes, tile: ContractionTile | None = None, *, programs: int = TUNING.programs
-) -> Launch:
+def weight_launch(sizes: Sizes, tile: ContractionTile | None = None, *, programs: int) -> Launch:
     """Return the launch of `differentiate_weight` for partial sums, grid[0] of all heads."""
     tile = tile or tiles.weight_tile(sizes.channels, sizes.attributes)
     partials = max(1, min(-(-programs // sizes.heads), -(-sizes.destinations // tile.nodes)))
     grid = (partials * sizes.heads, -(-sizes.channels // tile.channels))
-    return _contraction_launch(
-        kernels.edge_projection.weight_bwd, sizes, tile, grid, STRIDE=sizes.row_stride
-    )
+    return _contraction_launch(kernels.edge_projection.weight_bwd, sizes, tile, grid)
 
 
 def weight_sum_launch(sizes: Sizes, num_parts: int) -> Launch:

@@ -32,7 +32,7 @@ def norm_forward(
     num_rows : int
         Rows of x, of all batch entries.
     features : int
-        At most MAX_FEATURES, which a program holds in registers.
+        A program holds them in registers.
     norm : NormOptions
     batch : int
         Batch entries, which have the same number of rows.
@@ -52,7 +52,6 @@ def norm_forward(
         "FEATURES": columns,
         "CENTRED": norm.is_centred,
         "ROWS": rows,
-        "OUT_STRIDE": features,
         "ENTRIES": entries.are_apart,
         "INT64": needs_int64(entries.last_row + rows, 2 * features),
         "num_warps": num_warps,
@@ -88,7 +87,7 @@ def norm_backward(
     programs : int
         Rows of `partial`.
     sums : int
-        Columns of `partial`; 0 where it is None.
+        Columns of `partial`.
     first_sum : int
     is_first : bool
     total : bool
@@ -110,7 +109,6 @@ def norm_backward(
         "FEATURES": columns,
         "CENTRED": norm.is_centred,
         "ROWS": rows,
-        "NORMED_STRIDE": features,
         "ENTRIES": entries.are_apart,
         "SUMS": sums,
         "IS_FIRST": is_first,
@@ -122,9 +120,9 @@ def norm_backward(
 
 
 def head_norm_forward(
-    num_rows: int, heads: int, channels: int, norm: NormOptions, *, x_stride: int, out_stride: int
+    num_rows: int, heads: int, channels: int, norm: NormOptions, *, stride: int
 ) -> Launch:
-    """Return the launch of `head_norm_fwd`: x, scale -> out; strides are elements between nodes."""
+    """Return the launch of `head_norm_fwd`: x, scale -> out, with `stride` between nodes."""
     pairs, columns, num_warps = tiles.head_norm_tile(channels)
     num_pairs = num_rows * heads
     scalars = {"num_pairs": num_pairs, "eps": float(norm.eps)}
@@ -134,9 +132,8 @@ def head_norm_forward(
         "CHANNELS": columns,
         "CENTRED": norm.is_centred,
         "PAIRS": pairs,
-        "X_STRIDE": x_stride,
-        "OUT_STRIDE": out_stride,
-        "INT64": _pairs_need_int64(num_pairs + pairs, heads, x_stride, out_stride),
+        "STRIDE": stride,
+        "INT64": _pairs_need_int64(num_pairs + pairs, heads, stride),
         "num_warps": num_warps,
     }
     return Launch(
@@ -150,17 +147,15 @@ def head_norm_backward(
     channels: int,
     norm: NormOptions,
     *,
-    x_stride: int,
-    grad_stride: int,
+    stride: int,
     programs: int,
     sums: int,
     first_sum: int,
-    is_first: bool = False,
 ) -> Launch:
     """Return the launch of `head_norm_bwd`: x, grad_normed, scale -> dx, partial.
 
-    Strides are elements between nodes; dx may take the place of grad_normed, and lies as it does.
-    The columns of `partial` from `first_sum` on are `channels` sums of dscale.
+    `stride` elements lie between nodes; dx may take the place of grad_normed. The columns of
+    `partial` from `first_sum` on are `channels` sums of dscale; without a scale, `sums` is 0.
     """
     pairs, columns, num_warps = tiles.head_norm_tile(channels)
     num_pairs = num_rows * heads
@@ -172,12 +167,9 @@ def head_norm_backward(
         "CHANNELS": columns,
         "CENTRED": norm.is_centred,
         "PAIRS": pairs,
-        "X_STRIDE": x_stride,
-        "GRAD_STRIDE": grad_stride,
-        "DX_STRIDE": grad_stride,
+        "STRIDE": stride,
         "SUMS": sums,
-        "IS_FIRST": is_first,
-        "INT64": _pairs_need_int64(last_pair, heads, x_stride, grad_stride),
+        "INT64": _pairs_need_int64(last_pair, heads, stride),
         "num_warps": num_warps,
     }
     return Launch(kernels.norms_and_activations.head_norm_bwd, (programs,), scalars, constants)
@@ -414,5 +406,5 @@ def needs_int64(rows: int, stride: int) -> bool:
     return rows * stride >= 2**31
 
 
-def _pairs_need_int64(num_pairs: int, heads: int, *strides: int) -> bool:
-    return needs_int64(-(-num_pairs // heads) + 1, max(heads, *strides))
+def _pairs_need_int64(num_pairs: int, heads: int, stride: int) -> bool:
+    return needs_int64(-(-num_pairs // heads) + 1, stride)

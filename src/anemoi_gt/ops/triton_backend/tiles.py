@@ -249,9 +249,7 @@ def weight_tile(channels: int, attributes: int) -> ContractionTile:
 
 # ---------------------------------------------------------------------------- sub-layers
 
-# of a norm; beyond that, the gradient kernel spills registers
-MAX_FEATURES = 4096
-# of a sub-layer that is fused; the kernels take MAX_FEATURES.
+# of a sub-layer that is fused; `norm_bwd` spills registers beyond 4096.
 # H100, a processor block of N320 with 1024, 1536 and 2048 channels (row 88)
 MAX_FUSED_FEATURES = 2048
 # elements of a program of `pack`. Not measured
