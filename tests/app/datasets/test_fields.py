@@ -277,7 +277,7 @@ def test_what_does_not_fit_the_file_is_named(file, options, message):
         (
             lambda s: s.where(s.time != TIMES[3]),
             FloatingPointError,
-            "must be finite, got NaN or infinity at 2020-01-01T18",
+            "t2m must be finite, got nan at 58.00 N -10.00 E, 2020-01-01 18:00: leave it out",
         ),
         (
             lambda s: s[["t2m"]] * 0,

@@ -30,7 +30,13 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.app.datasets.field_states import FieldStates
-from anemoi_gt.app.datasets.field_statistics import Statistics, measure, moments_of, nowhere
+from anemoi_gt.app.datasets.field_statistics import (
+    Statistics,
+    check_values,
+    measure,
+    moments_of,
+    nowhere,
+)
 from anemoi_gt.app.datasets.fields import Fields, arrange, evenly_spaced, group, minutes
 from anemoi_gt.app.datasets.forecast_dataset import (
     ForecastDataset,
@@ -125,10 +131,13 @@ def field_data(
     data.require_samples()
     data = data.normalised()
     log_short_intervals(data)
-    splits = Splits(data, data.within(valid_period), data.within(test_period))
+    splits = data, data.within(valid_period), data.within(test_period)
     for split in splits:
         split.require_samples()
-    return splits
+    if data.states.fit_in_cache:  # training reads none of them again
+        starts = [split.samples.starts for split in splits]
+        check_values(data.states, np.concatenate(starts), data.statistics.missing)
+    return Splits(*splits)
 
 
 def check_spacing(fields: Fields) -> None:
