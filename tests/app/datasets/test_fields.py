@@ -460,6 +460,26 @@ def test_times_that_are_no_dates_are_refused(tmp_path):
         fields_of(str(tmp_path / "text.nc"))
 
 
+@pytest.mark.parametrize("moving", [True, False])
+@pytest.mark.parametrize("name", ["time", "Time"])
+def test_a_dimension_of_times_without_dates_is_none_of_levels(name, moving, tmp_path):
+    """As WRF writes its times, as text: each would be a variable. It repeats positions at each time."""
+    weather = weather_file()[["t2m"]].rename(time=name).drop_vars(name)
+    weather["Times"] = (name, np.datetime_as_string(TIMES, "s").astype("S19"))
+    for axis, direction in (("latitude", "north"), ("longitude", "east")):
+        values = weather.t2m * 0 + weather[axis] if moving else weather[axis]
+        weather[f"X{axis}"] = values.assign_attrs(units=f"degree_{direction}")
+    weather = weather.drop_vars(("latitude", "longitude"))
+    weather.to_netcdf(tmp_path / "wrf.nc")
+    with pytest.raises(ValueError, match="found none in .*: ") as caught:
+        fields_of(str(tmp_path / "wrf.nc"))
+    reasons = str(caught.value).split(": ", 1)[1].split("; ")
+    assert [reason.split(" ")[0] for reason in reasons] == ["t2m", "Times"]
+    assert reasons[0].endswith(
+        "its times are not dates of the standard calendar, from 1678 to 2261"
+    )
+
+
 def test_a_start_between_two_times_names_them(file):
     test = field_data(file).test
     with pytest.raises(ValueError, match="nearest: 2020-01-02T06:00 and 2020-01-02T12:00"):

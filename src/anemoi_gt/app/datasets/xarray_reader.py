@@ -103,6 +103,9 @@ def _with_roles(source: "xarray.Dataset") -> tuple["xarray.Dataset", dict[Hashab
         for role, names in NAMES.items():
             if str(key).lower() in names:
                 roles[key] = role
+    for dim in source.dims:
+        if dim not in source.variables and str(dim).lower() in NAMES["time"]:
+            roles[dim] = "time"  # without dates, it must not be taken for levels
     if roles.get("valid_time") == "time" and roles.get("time") == "time":
         roles["time"] = "start"  # of forecasts, as cfgrib names it
     return source.set_coords([key for key in roles if key in source.data_vars]), roles
@@ -284,7 +287,7 @@ class _DatasetReader:
 
     def _time_dims(self, array: "xarray.DataArray") -> set[Hashable]:
         """Return the dimension of times or starts, if there is one; steps are split."""
-        dims: set[Hashable] = set()
+        dims = {dim for dim in array.dims if self.roles.get(dim) in ("time", "start")}
         for key, coordinate in array.coords.items():
             is_date = coordinate.dtype.kind == "M" and coordinate.ndim == 1
             if is_date or self.roles.get(key) in ("time", "start"):
