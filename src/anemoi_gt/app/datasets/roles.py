@@ -153,7 +153,7 @@ def roles_of_schema(
 ) -> tuple[Fields, Roles]:
     """Return the roles of variables, by default a trained model's, and fields with constants.
 
-    The constants of the model are marked as static.
+    The constants of the model are marked as static. Raises ValueError if a variable has no time.
     """
     diagnostics = schema.diagnostics if chosen.diagnostics is None else chosen.diagnostics
     forcings = schema.forcings if chosen.forcings is None else chosen.forcings
@@ -162,6 +162,8 @@ def roles_of_schema(
         variables = [name for name in schema.variables if name not in schema.diagnostics]
     constants = [name for name in schema.constants if name not in fields.static]
     roles = Roles(tuple(variables), tuple(diagnostics), tuple(forcings))
+    forecast = [*roles.variables, *roles.diagnostics]
+    check_names([*forecast, *forcings], forecast, fields.readers, fields.static)
     return fields.with_static(constants), roles
 
 
