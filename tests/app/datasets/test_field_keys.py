@@ -151,6 +151,19 @@ def test_axes_of_a_rotated_grid_in_units_of_latitudes_are_none(has_positions):
     assert read_dataset(source)[0] == []
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_dimensions_that_count_rows_and_columns_are_no_positions(named, tmp_path):
+    source = weather_file()[["t2m"]].rename(latitude="lat", longitude="lon")
+    source = source.assign_coords(lat=np.arange(9), lon=np.arange(13))
+    lat, lon = 50 + 0.5 * source.lat + 0.1 * source.lon, -0.1 * source.lat + source.lon
+    source["nav_lat"] = lat.assign_attrs(units="degrees_north")
+    source["nav_lon"] = lon.assign_attrs(units="degrees_east")
+    if named:
+        source.t2m.attrs["coordinates"] = "nav_lat nav_lon"
+    source.to_netcdf(tmp_path / "ocean.nc")
+    assert_positions(fields_of(str(tmp_path / "ocean.nc")), lat.values, lon.values)
+
+
 def test_files_at_12_west_and_at_348_east_are_on_one_grid(tmp_path):
     weather_file(lon=LON - 2, times=TIMES[:20]).to_netcdf(tmp_path / "a.nc")
     weather_file(lon=LON + 358, times=TIMES[20:]).to_netcdf(tmp_path / "b.nc")

@@ -346,6 +346,16 @@ def test_a_constant_with_a_time_dimension_is_a_forcing_without_time(tmp_path, na
     assert train.advance(last, [train.truth(last)] * 90).truth is None  # beyond the end of the file
 
 
+def test_a_variable_that_is_constant_in_the_control_only_is_no_constant(tmp_path):
+    weather = ensemble(weather_file()[["t2m", "lsm"]])
+    weather["pattern"] = (weather.t2m - 280) * weather.number  # perturbations, 0 in the control
+    weather["lsm"] = weather.lsm.expand_dims(time=TIMES)  # another in each member
+    weather.to_netcdf(tmp_path / "members.nc")
+    train = field_data(str(tmp_path / "members.nc")).train
+    assert train.variables == ("t2m", "pattern")
+    assert train.constants == ("lsm",)
+
+
 def test_a_constant_that_is_to_be_forecast_is_refused_with_the_remedy(tmp_path):
     weather = weather_file()
     weather["lsm"] = weather.lsm.expand_dims(time=TIMES)

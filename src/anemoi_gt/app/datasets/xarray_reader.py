@@ -108,10 +108,13 @@ def _with_roles(source: "xarray.Dataset") -> tuple["xarray.Dataset", dict[Hashab
             # of a rotated grid, which may have the units of latitudes
             if source[key].attrs.get("standard_name") != f"grid_{role}":
                 roles.setdefault(key, role)
+    positions = {"latitude", "longitude"} & set(roles.values())
+    # a dimension lat may count rows, where attributes tell the latitudes
+    named = {role: names for role, names in NAMES.items() if role not in positions}
     for key, variable in source.variables.items():
         if key in roles or "standard_name" in variable.attrs:
             continue
-        for role, names in NAMES.items():
+        for role, names in named.items():
             if str(key).lower() in names:
                 roles[key] = role
     for dim in source.dims:
