@@ -210,14 +210,25 @@ def test_a_scalar_step_dates_fields_at_their_valid_times(without, tmp_path):
     assert np.array_equal(fields.times, TIMES[:8] + np.timedelta64(6, "h"))
 
 
-@pytest.mark.parametrize("attributes", [{}, {"standard_name": "time"}])
-def test_steps_along_the_times_are_those_of_valid_times(attributes, tmp_path):
-    """As of one forecast, or of the first steps of several."""
-    steps = ("time", 6 * (np.arange(40) % 4 + 1), {"units": "hours"})
-    source = weather_file()[["t2m"]].assign_coords(lead_time=steps)
+@pytest.mark.parametrize(
+    ("steps", "attributes", "shift"),
+    [
+        ((6, 12, 18, 24), {}, 0),
+        ((6, 12, 18, 24), {"standard_name": "time"}, 0),
+        ((6,), {"standard_name": "time"}, 0),
+        ((6,), {}, 6),
+    ],
+)
+def test_steps_that_change_along_the_times_are_those_of_valid_times(
+    steps, attributes, shift, tmp_path
+):
+    """As of one forecast, or of the first steps of several; times of one step may be its starts."""
+    along = ("time", np.resize(steps, 40), {"units": "hours"})
+    source = weather_file()[["t2m"]].assign_coords(lead_time=along)
     source.time.attrs |= attributes
     source.to_netcdf(tmp_path / "forecast.nc")
-    assert np.array_equal(fields_of(str(tmp_path / "forecast.nc")).times, TIMES)
+    times = fields_of(str(tmp_path / "forecast.nc")).times
+    assert np.array_equal(times, TIMES + np.timedelta64(shift, "h").astype("timedelta64[ns]"))
 
 
 @pytest.mark.parametrize("kind", ["accum", "instant"])

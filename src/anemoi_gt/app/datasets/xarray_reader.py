@@ -356,9 +356,8 @@ class _DatasetReader:
         start = starts[0] if starts else None
         if time is not None and start is None and step is not None:
             # Without a coordinate of starts, `time` is one if the steps do not follow it.
-            follows = set(step.dims) <= set(time.dims)
-            if step.ndim == 0:
-                follows = "standard_name" in time.attrs
+            tells = "standard_name" in time.attrs or len(np.unique(step)) > 1
+            follows = set(step.dims) <= set(time.dims) and tells
             if not follows and time.name != "valid_time":
                 start = time
                 time = None
