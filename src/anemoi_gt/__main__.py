@@ -1,6 +1,7 @@
 """Command line of the package, `anemoi-gt` or `python -m anemoi_gt`: info and applications."""
 
 import argparse
+import os
 import sys
 from importlib import import_module
 
@@ -56,7 +57,9 @@ def main(arguments: list[str] | None = None) -> None:
     from anemoi_gt.app.info import describe
 
     try:
-        print(describe(options.checkpoint))
+        print(describe(options.checkpoint), flush=True)
+    except BrokenPipeError:  # of `info | head`; Python flushes once more when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError) as error:  # of the checkpoint
         sys.exit(f"anemoi-gt info: {error}")
 

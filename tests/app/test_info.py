@@ -59,6 +59,17 @@ def test_the_command_prints_all_sections(monkeypatch, capsys):
     ]
 
 
+@pytest.mark.parametrize("buffered", [True, False])
+def test_a_reader_that_stops_reading_is_no_error(buffered):
+    command = [sys.executable, *([] if buffered else ["-u"]), "-m", "anemoi_gt", "info"]
+    environment = {name: os.environ[name] for name in os.environ if name != "PYTHONUNBUFFERED"}
+    reading, writing = os.pipe()
+    os.close(reading)
+    result = subprocess.run(command, env=environment, stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert (result.returncode, result.stderr) == (0, b"")
+
+
 def test_versions_are_the_installed_ones():
     versions = rows("versions")
     assert versions["anemoi_gt"] == anemoi_gt.__version__

@@ -54,6 +54,16 @@ def test_checkpoints_before_0_5_have_no_period(tmp_path):
     assert starts_in_training(field_data(str(tmp_path / "a.nc"), schema=schema).test) == (0, "")
 
 
+@pytest.mark.parametrize(("days", "is_other"), [(0, False), (3, False), (60, True)])
+def test_the_mean_of_data_of_other_times_is_no_training_mean(days, is_other, tmp_path):
+    write(tmp_path / "a.nc")
+    schema = field_data(str(tmp_path / "a.nc")).train.schema()
+    times = TIMES + np.timedelta64(days, "D").astype("timedelta64[ns]")
+    weather_file(times=times).to_netcdf(tmp_path / "later.nc")
+    test = field_data(str(tmp_path / "later.nc"), schema=schema).test
+    assert list(test.baselines()) == ["persistence"] + ["training mean"] * (not is_other)
+
+
 @pytest.mark.application
 def test_evaluation_on_training_samples_and_a_run_on_other_samples_are_named(
     workdir, start, error_line, capsys

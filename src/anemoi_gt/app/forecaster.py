@@ -70,7 +70,7 @@ class Forecaster:
             of the model are needed. Ensemble members are forecast one by one.
         start : str
             The date from which the forecast starts, such as "2020-01-31T18", or "latest", the
-            newest time of the data.
+            newest time of the data that has all inputs.
         steps : int
             Number of autoregressive steps, each of the lead time of the model.
 

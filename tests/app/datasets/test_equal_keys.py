@@ -440,22 +440,32 @@ def test_the_remedy_for_another_calendar_works(tmp_path):
     assert len(fields_of(source.convert_calendar("standard", align_on="date")).times) > 30
 
 
+def new_array(store, name, dims, **options):
+    """Make an array whose fill value is 0, with the names of its dimensions as xarray reads them."""
+    if store.metadata.zarr_format == 3:
+        return store.create_array(name, dimension_names=dims, fill_value=0, **options)
+    array = store.create_array(name, fill_value=0, **options)
+    array.attrs["_ARRAY_DIMENSIONS"] = dims
+    return array
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
 @pytest.mark.parametrize("written", [True, False])
 def test_zeros_of_a_raw_zarr_are_values_and_those_of_chunks_that_were_not_written_are_logged(
-    written, tmp_path, caplog
+    written, zarr_format, tmp_path, caplog
 ):
     """Format 2 fills chunks that were not written with 0, which says nothing about missing values."""
     values = np.zeros((40, 9, 13), "float32")
     values[:, 3] = 1
-    store = zarr.open_group(tmp_path / "a.zarr", mode="w", zarr_format=2)
+    store = zarr.open_group(tmp_path / "a.zarr", mode="w", zarr_format=zarr_format)
     arrays = {"time": np.arange(40) * 6, "lat": LAT, "lon": LON}
     for name, array in arrays.items():
-        store.create_array(name, data=array).attrs["_ARRAY_DIMENSIONS"] = [name]
+        axis = new_array(store, name, [name], shape=array.shape, dtype=array.dtype)
+        axis[:] = array
     store["time"].attrs["units"] = "hours since 2020-01-01"
-    rain = store.create_array(
-        "tp", shape=(40, 9, 13), chunks=(10, 9, 13), dtype="float32", fill_value=0
+    rain = new_array(
+        *(store, "tp", ["time", "lat", "lon"]), shape=(40, 9, 13), chunks=(10, 9, 13), dtype="f4"
     )
-    rain.attrs["_ARRAY_DIMENSIONS"] = ["time", "lat", "lon"]
     times = 40 if written else 20
     rain[:times] = values[:times]
     fields = fields_of(str(tmp_path / "a.zarr"))
@@ -465,3 +475,22 @@ def test_zeros_of_a_raw_zarr_are_values_and_those_of_chunks_that_were_not_writte
     warned = "2 of 4 chunks of tp were not written, their values are read as 0" in caplog.text
     assert warned == (not written)
     assert written == (caplog.text == "")
+
+
+@pytest.mark.parametrize(("zarr_format", "expected"), [(2, np.nan), (3, 280.0)])
+def test_chunks_that_were_not_written_of_a_packed_zarr_are_missing_or_logged(
+    zarr_format, expected, tmp_path, caplog
+):
+    """Format 3 has zeros there, which are no missing values and are unpacked."""
+    packed = {"dtype": "int16", "scale_factor": 1e-3, "add_offset": 280.0, "_FillValue": -32767}
+    weather = weather_file()[["t2m"]]
+    path = tmp_path / "a.zarr"
+    weather.to_zarr(
+        path, encoding={"t2m": packed | {"chunks": (10, 9, 13)}}, zarr_format=zarr_format
+    )
+    (path / "t2m" / {2: "3.0.0", 3: "c/3/0/0"}[zarr_format]).unlink()
+    read = fields_of(str(path)).readers["t2m"]
+    np.testing.assert_allclose(read(29), weather.t2m.values[29].ravel(), atol=1e-3)
+    np.testing.assert_array_equal(read(39), np.full(9 * 13, expected, "f4"))
+    warned = "1 of 4 chunks of t2m were not written, their values are read as 280" in caplog.text
+    assert warned == np.isfinite(expected)

@@ -15,6 +15,7 @@ from anemoi_gt.app.datasets.field_dataset import field_data
 from anemoi_gt.app.datasets.fields import group
 from anemoi_gt.app.datasets.readers import read_files
 from anemoi_gt.app.datasets.schema import DataSchema
+from anemoi_gt.app.datasets.xarray_reader import read_dataset
 from anemoi_gt.data.grids import octahedral
 
 POINTS = octahedral(4)  # 208 points without rows of one size
@@ -135,6 +136,34 @@ def test_every_field_of_a_staggered_grid_has_its_own_points(named, tmp_path, cap
     assert ": u" in caplog.text
 
 
+@pytest.mark.parametrize("has_positions", [True, False])
+def test_axes_of_a_rotated_grid_in_units_of_latitudes_are_none(has_positions):
+    source = weather_file()[["t2m"]].rename(latitude="rlat", longitude="rlon")
+    for axis, direction in (("lat", "north"), ("lon", "east")):
+        name = {"lat": "grid_latitude", "lon": "grid_longitude"}[axis]
+        source[f"r{axis}"].attrs = {"standard_name": name, "units": f"degrees_{direction}"}
+    lat, lon = source.rlat + 0.1 * source.rlon, -0.1 * source.rlat + source.rlon
+    if has_positions:
+        source["lat"] = lat.assign_attrs(units="degrees_north")
+        source["lon"] = lon.assign_attrs(units="degrees_east")
+        assert_positions(fields_of(source), lat.values, lon.values)
+        return
+    assert read_dataset(source)[0] == []
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_dimensions_that_count_rows_and_columns_are_no_positions(named, tmp_path):
+    source = weather_file()[["t2m"]].rename(latitude="lat", longitude="lon")
+    source = source.assign_coords(lat=np.arange(9), lon=np.arange(13))
+    lat, lon = 50 + 0.5 * source.lat + 0.1 * source.lon, -0.1 * source.lat + source.lon
+    source["nav_lat"] = lat.assign_attrs(units="degrees_north")
+    source["nav_lon"] = lon.assign_attrs(units="degrees_east")
+    if named:
+        source.t2m.attrs["coordinates"] = "nav_lat nav_lon"
+    source.to_netcdf(tmp_path / "ocean.nc")
+    assert_positions(fields_of(str(tmp_path / "ocean.nc")), lat.values, lon.values)
+
+
 def test_files_at_12_west_and_at_348_east_are_on_one_grid(tmp_path):
     weather_file(lon=LON - 2, times=TIMES[:20]).to_netcdf(tmp_path / "a.nc")
     weather_file(lon=LON + 358, times=TIMES[20:]).to_netcdf(tmp_path / "b.nc")
@@ -179,6 +208,37 @@ def test_a_scalar_step_dates_fields_at_their_valid_times(without, tmp_path):
     cfgrib_layout().drop_vars(without).to_netcdf(tmp_path / "forecast.nc")
     fields = fields_of(str(tmp_path / "forecast.nc"))
     assert np.array_equal(fields.times, TIMES[:8] + np.timedelta64(6, "h"))
+
+
+@pytest.mark.parametrize(
+    ("steps", "attributes", "shift"),
+    [
+        ((6, 12, 18, 24), {}, 0),
+        ((6, 12, 18, 24), {"standard_name": "time"}, 0),
+        ((6,), {"standard_name": "time"}, 0),
+        ((6,), {}, 6),
+    ],
+)
+def test_steps_that_change_along_the_times_are_those_of_valid_times(
+    steps, attributes, shift, tmp_path
+):
+    """As of one forecast, or of the first steps of several; times of one step may be its starts."""
+    along = ("time", np.resize(steps, 40), {"units": "hours"})
+    source = weather_file()[["t2m"]].assign_coords(lead_time=along)
+    source.time.attrs |= attributes
+    source.to_netcdf(tmp_path / "forecast.nc")
+    times = fields_of(str(tmp_path / "forecast.nc")).times
+    assert np.array_equal(times, TIMES + np.timedelta64(shift, "h").astype("timedelta64[ns]"))
+
+
+@pytest.mark.parametrize("kind", ["accum", "instant"])
+def test_sums_at_several_steps_are_named_in_the_log(kind, tmp_path, caplog):
+    """In GRIB these are sums of 6 and of 12 hours, two variables; cfgrib keeps the step only."""
+    source = forecasts().rename(t2m="tp")
+    source.tp.attrs["GRIB_stepType"] = kind
+    source.to_netcdf(tmp_path / "cds.nc")
+    fields_of(str(tmp_path / "cds.nc"))
+    assert ("is accum at several steps, taken as over equal" in caplog.text) == (kind == "accum")
 
 
 def test_forecasts_and_analyses_meet_at_the_valid_time(tmp_path):
@@ -290,6 +350,20 @@ def test_a_checkpoint_finds_its_level_in_a_file_of_several_and_in_other_units(tm
     two = field_data(str(tmp_path / "two.nc"), schema=one.schema()).train
     assert two.variables == ("z",)
     assert np.array_equal(two.truth(0), one.truth(0))
+
+
+@pytest.mark.parametrize("diagnostics", [[], ["tp"]])
+def test_a_variable_of_a_checkpoint_at_one_time_only_is_not_that_of_all_times(
+    diagnostics, tmp_path
+):
+    source = weather_file()[["t2m", "tp"]]
+    source.to_netcdf(tmp_path / "train.nc")
+    options = {"diagnostics": diagnostics, "input_steps": 1}
+    schema = field_data(str(tmp_path / "train.nc"), **options).train.schema()
+    source[["t2m"]].isel(time=slice(36, 40)).to_netcdf(tmp_path / "new_t2m.nc")
+    source[["tp"]].isel(time=slice(36, 37)).to_netcdf(tmp_path / "new_tp.nc")
+    with pytest.raises(ValueError, match="got tp without time"):
+        field_data(str(tmp_path / "new_*.nc"), **options, schema=schema)
 
 
 def test_files_in_two_units_are_refused_by_name(tmp_path):

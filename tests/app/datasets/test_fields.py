@@ -277,7 +277,7 @@ def test_what_does_not_fit_the_file_is_named(file, options, message):
         (
             lambda s: s.where(s.time != TIMES[3]),
             FloatingPointError,
-            "must be finite, got NaN or infinity at 2020-01-01T18",
+            "t2m must be finite, got nan at 58.00 N -10.00 E, 2020-01-01 18:00: leave it out",
         ),
         (
             lambda s: s[["t2m"]] * 0,
@@ -344,6 +344,16 @@ def test_a_constant_with_a_time_dimension_is_a_forcing_without_time(tmp_path, na
     assert [name for name in train.input_names if "lsm" in name] == ["lsm"]
     last = len(train) - 1
     assert train.advance(last, [train.truth(last)] * 90).truth is None  # beyond the end of the file
+
+
+def test_a_variable_that_is_constant_in_the_control_only_is_no_constant(tmp_path):
+    weather = ensemble(weather_file()[["t2m", "lsm"]])
+    weather["pattern"] = (weather.t2m - 280) * weather.number  # perturbations, 0 in the control
+    weather["lsm"] = weather.lsm.expand_dims(time=TIMES)  # another in each member
+    weather.to_netcdf(tmp_path / "members.nc")
+    train = field_data(str(tmp_path / "members.nc")).train
+    assert train.variables == ("t2m", "pattern")
+    assert train.constants == ("lsm",)
 
 
 def test_a_constant_that_is_to_be_forecast_is_refused_with_the_remedy(tmp_path):
@@ -458,6 +468,26 @@ def test_times_that_are_no_dates_are_refused(tmp_path):
     reason = "its times are not dates of the standard calendar, from 1678 to 2261"
     with pytest.raises(ValueError, match=reason):
         fields_of(str(tmp_path / "text.nc"))
+
+
+@pytest.mark.parametrize("moving", [True, False])
+@pytest.mark.parametrize("name", ["time", "Time"])
+def test_a_dimension_of_times_without_dates_is_none_of_levels(name, moving, tmp_path):
+    """As WRF writes its times, as text: each would be a variable. It repeats positions at each time."""
+    weather = weather_file()[["t2m"]].rename(time=name).drop_vars(name)
+    weather["Times"] = (name, np.datetime_as_string(TIMES, "s").astype("S19"))
+    for axis, direction in (("latitude", "north"), ("longitude", "east")):
+        values = weather.t2m * 0 + weather[axis] if moving else weather[axis]
+        weather[f"X{axis}"] = values.assign_attrs(units=f"degree_{direction}")
+    weather = weather.drop_vars(("latitude", "longitude"))
+    weather.to_netcdf(tmp_path / "wrf.nc")
+    with pytest.raises(ValueError, match="found none in .*: ") as caught:
+        fields_of(str(tmp_path / "wrf.nc"))
+    reasons = str(caught.value).split(": ", 1)[1].split("; ")
+    assert [reason.split(" ")[0] for reason in reasons] == ["t2m", "Times"]
+    assert reasons[0].endswith(
+        "its times are not dates of the standard calendar, from 1678 to 2261"
+    )
 
 
 def test_a_start_between_two_times_names_them(file):

@@ -5,7 +5,9 @@ import pytest
 import torch
 from support.own_data import weather_file
 
+from anemoi_gt.app.datasets import field_states
 from anemoi_gt.app.datasets.field_dataset import field_data
+from anemoi_gt.app.datasets.fields import minutes
 from anemoi_gt.app.datasets.physical import PhysicalModel
 from anemoi_gt.app.datasets.schema import DataSchema
 from anemoi_gt.app.forecast_file import describe_forecast
@@ -146,14 +148,24 @@ def test_a_checkpoint_holds_the_points_without_values(data, tmp_path):
         other.inputs(0)
 
 
-@pytest.mark.parametrize("time", [0, 3, 12, 39])
-def test_points_that_are_missing_at_some_times_only_are_refused(time, tmp_path):
+@pytest.mark.parametrize("time", [0, 3, 12, 34, 39])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("sst", "have values at the same points at all times"), ("t2m", "be finite")],
+)
+def test_points_that_are_missing_at_some_times_only_are_refused(
+    time, name, expected, tmp_path, monkeypatch
+):
     def change(source):
-        source.sst[time, 8, 8] = np.nan
+        source[name][time, 8, 8] = np.nan
         return source
 
-    ocean_file(tmp_path / "ocean.nc", change)
-    message = "sst must have values at the same points at all times, got nan at 50.00 N -2.00 E"
+    weather = ocean_file(tmp_path / "ocean.nc", change)
+    date = minutes(weather.time.values[time])
+    message = f"{name} must {expected}, got nan at 50.00 N -2.00 E, {date}: leave it out"
+    with pytest.raises(FloatingPointError, match=message):  # in any split
+        field_data(str(tmp_path / "ocean.nc"))
+    monkeypatch.setattr(field_states, "CACHE_BYTES", 0)  # read again in training
     with pytest.raises(FloatingPointError, match=message):
         for split in field_data(str(tmp_path / "ocean.nc")):
             [split[i] for i in range(len(split))]
@@ -185,12 +197,13 @@ def test_maps_are_transparent_over_land(data):
 # Fill values, counters, months
 
 
+@pytest.mark.parametrize("time", [7, 34, 39])
 @pytest.mark.parametrize("value", [-9999, 1e20, 9.969209968386869e36, -1e10, -32767])
-def test_an_undeclared_fill_value_is_an_error_that_names_the_point(value, tmp_path):
+def test_an_undeclared_fill_value_is_an_error_that_names_the_point(value, time, tmp_path):
     weather = weather_file()
-    weather.t2m[7, 2, 3] = value
+    weather.t2m[time, 2, 3] = value
     weather.to_netcdf(tmp_path / "a.nc")
-    message = f"t2m must have its fill value declared, got {np.float32(value):g} at 56.00 N -7.00 E, 2020-01-02 18:00, .*_FillValue"
+    message = f"t2m must have its fill value declared, got {np.float32(value):g} at 56.00 N -7.00 E, {minutes(weather.time.values[time])}, .*_FillValue"
     with pytest.raises(ValueError, match=message.replace("+", r"\+")):
         field_data(str(tmp_path / "a.nc"))
 

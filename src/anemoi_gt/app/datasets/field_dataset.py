@@ -30,7 +30,13 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.app.datasets.field_states import FieldStates
-from anemoi_gt.app.datasets.field_statistics import Statistics, measure, moments_of, nowhere
+from anemoi_gt.app.datasets.field_statistics import (
+    Statistics,
+    check_values,
+    measure,
+    moments_of,
+    nowhere,
+)
 from anemoi_gt.app.datasets.fields import Fields, arrange, evenly_spaced, group, minutes
 from anemoi_gt.app.datasets.forecast_dataset import (
     ForecastDataset,
@@ -38,6 +44,7 @@ from anemoi_gt.app.datasets.forecast_dataset import (
     Splits,
     Step,
     find_start,
+    starts_in_training,
 )
 from anemoi_gt.app.datasets.physical import PhysicalInputs, day_angle, year_angle
 from anemoi_gt.app.datasets.readers import READERS, read_files
@@ -125,10 +132,13 @@ def field_data(
     data.require_samples()
     data = data.normalised()
     log_short_intervals(data)
-    splits = Splits(data, data.within(valid_period), data.within(test_period))
+    splits = data, data.within(valid_period), data.within(test_period)
     for split in splits:
         split.require_samples()
-    return splits
+    if data.states.fit_in_cache:  # training reads none of them again
+        starts = [split.samples.starts for split in splits]
+        check_values(data.states, np.concatenate(starts), data.statistics.missing)
+    return Splits(*splits)
 
 
 def check_spacing(fields: Fields) -> None:
@@ -299,8 +309,12 @@ class FieldDataset(ForecastDataset):
         return FieldDataset(self.states, samples, statistics)
 
     def as_training_samples(self) -> "FieldDataset":
-        """Return the same samples; their mean is a baseline, also for other periods."""
-        if len(self) == 0:  # as for a trained model on other data
+        """Return the same samples; their mean is a baseline, also for other periods.
+
+        Not of a trained model on other data: checkpoints hold its training periods since 0.5.0.
+        """
+        is_other = self.trained_periods and starts_in_training(self)[0] == 0
+        if len(self) == 0 or is_other:
             return self
 
         @cache

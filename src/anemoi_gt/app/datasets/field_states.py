@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anemoi_gt.app.datasets.fields import Fields, position
+from anemoi_gt.app.datasets.fields import Fields, minutes, position
 from anemoi_gt.app.datasets.roles import Roles
 from anemoi_gt.data.nodes import Nodes, area_weights, row_weights
 
@@ -132,8 +132,16 @@ class FieldStates:
     @cached_property
     def read(self) -> Any:
         """A function from the index of a state to [N, variables and forcings], with a cache."""
-        state_bytes = 4 * len(self.fields.nodes) * len(self.names)
-        return lru_cache(max(1, CACHE_BYTES // state_bytes))(self._read_file)
+        return lru_cache(max(1, self._cached_states))(self._read_file)
+
+    @property
+    def fit_in_cache(self) -> bool:
+        """True if every state is read from the files once."""
+        return len(self.fields.members) * len(self.fields.times) <= self._cached_states
+
+    @property
+    def _cached_states(self) -> int:
+        return CACHE_BYTES // (4 * len(self.fields.nodes) * len(self.names))
 
     def _read_file(self, t: int) -> Tensor:
         values = [self.fields.readers[name](t) for name in self.names]
@@ -149,15 +157,13 @@ class FieldStates:
         if is_wrong.any():
             v = int(is_wrong.any(dim=0).int().argmax())
             n = int(is_wrong[:, v].int().argmax())
-            date = np.datetime_as_string(self.time(t), unit="m")
-            problem = f"{self.names[v]} must be finite, got NaN or infinity at {date}"
+            expected = "be finite"
             if missing[:, v].any():
-                problem = (
-                    f"{self.names[v]} must have values at the same points at all times, got "
-                    f"{state[n, v]:g} at {position(self.fields.nodes, n)}, {date}"
-                )
+                expected = "have values at the same points at all times"
             raise FloatingPointError(
-                f"{problem}: leave it out of data.variables, or fill it in the file"
+                f"{self.names[v]} must {expected}, got {state[n, v]:g} at "
+                f"{position(self.fields.nodes, n)}, {minutes(self.time(t))}: leave it out of "
+                "data.variables, or fill it in the file"
             )
         return state
 

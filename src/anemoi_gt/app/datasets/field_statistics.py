@@ -150,6 +150,17 @@ def measure(states: FieldStates, starts: Sequence[int]) -> Statistics:
     )
 
 
+def check_values(states: FieldStates, starts: Iterable[int], missing: Tensor) -> None:
+    """Read all states of samples that start at these; raise like `measure` for missing values."""
+    steps = range(1 - states.input_steps, 2)  # inputs and truth
+    used = {states.later(int(t), step) for t in starts for step in steps}
+    times = sorted(t for t in used if t is not None)
+    seen = _Extremes(len(states.fields.nodes), len(states.names))
+    for _ in seen.watch(states.checked(t, missing) for t in times):
+        pass
+    _check_fill_values(states, times, seen)
+
+
 def _find_missing(states: FieldStates, seen: "_Extremes") -> Tensor:
     """Return the points without values at any time, as `Statistics.missing`.
 

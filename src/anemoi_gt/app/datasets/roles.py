@@ -1,7 +1,7 @@
 """Roles of variables in files: forecast, diagnostic (output only) or forcing (input only)."""
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from anemoi_gt.app.datasets.schema import DataSchema
 
 log = logging.getLogger(__name__)
 
-CONSTANT_TIMES = 256  # number of times at which a constant is compared
+CONSTANT_STATES = 256  # number of states at which a constant is compared
 
 
 class ChosenRoles(NamedTuple):
@@ -153,7 +153,7 @@ def roles_of_schema(
 ) -> tuple[Fields, Roles]:
     """Return the roles of variables, by default a trained model's, and fields with constants.
 
-    The constants of the model are marked as static.
+    The constants of the model are marked as static. Raises ValueError if a variable has no time.
     """
     diagnostics = schema.diagnostics if chosen.diagnostics is None else chosen.diagnostics
     forcings = schema.forcings if chosen.forcings is None else chosen.forcings
@@ -162,21 +162,32 @@ def roles_of_schema(
         variables = [name for name in schema.variables if name not in schema.diagnostics]
     constants = [name for name in schema.constants if name not in fields.static]
     roles = Roles(tuple(variables), tuple(diagnostics), tuple(forcings))
+    forecast = [*roles.variables, *roles.diagnostics]
+    check_names([*forecast, *forcings], forecast, fields.readers, fields.static)
     return fields.with_static(constants), roles
 
 
 def find_constants(fields: Fields, names: Iterable[str], period: np.ndarray) -> list[str]:
-    """Return the variables with time that are constant at up to 256 times of a period [T]."""
+    """Return the variables with time that are constant in all members at times of a period [T].
+
+    They are compared at up to 256 states.
+    """
     times = np.flatnonzero(period)
     if len(times) < 2:
         return []
-    times = times[evenly_spaced(len(times), CONSTANT_TIMES)]
+    num_members = len(fields.members)
+    times = times[evenly_spaced(len(times), max(2, CONSTANT_STATES // num_members))]
     constants = []
     for name in names:
         if name in fields.static:
             continue
         read = fields.readers[name]
-        first = read(int(times[0]))
-        if all(np.array_equal(read(int(t)), first, equal_nan=True) for t in times[1:]):
+        of_members = (times + member * len(period) for member in range(num_members))
+        if all(_is_constant(read, states.tolist()) for states in of_members):
             constants.append(name)
     return constants
+
+
+def _is_constant(read: Callable[[int], np.ndarray], states: Sequence[int]) -> bool:
+    first = read(states[0])
+    return all(np.array_equal(read(t), first, equal_nan=True) for t in states[1:])

@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from anemoi_gt.app.datasets.fields import FieldError, Grid, Key, Level, Series, minutes, rounded
+from anemoi_gt.app.datasets.fields import (
+    INSTANT,
+    FieldError,
+    Grid,
+    Key,
+    Level,
+    Series,
+    minutes,
+    rounded,
+)
 from anemoi_gt.data.nodes import Nodes
 from anemoi_gt.extras import import_extra
 
@@ -96,13 +105,21 @@ def _with_roles(source: "xarray.Dataset") -> tuple["xarray.Dataset", dict[Hashab
         roles |= dict.fromkeys(standard_names.get(standard_name, ()), role)
     for role in ("latitude", "longitude"):  # by their units, such as degrees_north
         for key in everything.cf.coordinates.get(role, ()):
-            roles.setdefault(key, role)
+            # of a rotated grid, which may have the units of latitudes
+            if source[key].attrs.get("standard_name") != f"grid_{role}":
+                roles.setdefault(key, role)
+    positions = {"latitude", "longitude"} & set(roles.values())
+    # a dimension lat may count rows, where attributes tell the latitudes
+    named = {role: names for role, names in NAMES.items() if role not in positions}
     for key, variable in source.variables.items():
         if key in roles or "standard_name" in variable.attrs:
             continue
-        for role, names in NAMES.items():
+        for role, names in named.items():
             if str(key).lower() in names:
                 roles[key] = role
+    for dim in source.dims:
+        if dim not in source.variables and str(dim).lower() in NAMES["time"]:
+            roles[dim] = "time"  # without dates, it must not be taken for levels
     if roles.get("valid_time") == "time" and roles.get("time") == "time":
         roles["time"] = "start"  # of forecasts, as cfgrib names it
     return source.set_coords([key for key in roles if key in source.data_vars]), roles
@@ -144,6 +161,7 @@ class _DatasetReader:
         units = str(array.attrs.get("units", array.attrs.get("GRIB_units", "")))
         others = tuple((key, str(array.attrs[key])) for key in KEYS if key in array.attrs)
         self._check_constant(array)
+        self._log_several_steps(array)
         array, interval = self._at_ends(array)
         valid_range = _valid_range(array)
         for levels, labels, part in self._split(array, grid.dims):
@@ -178,6 +196,16 @@ class _DatasetReader:
                     f"{array.name} of {self.name} must have one {key} at all times, got "
                     f"{' and '.join(values[:2])}: make it a dimension, or read files of one"
                 )
+
+    def _log_several_steps(self, array: "xarray.DataArray") -> None:
+        """Warn of sums and means at several steps, whose intervals cfgrib does not keep."""
+        kind = array.attrs.get("GRIB_stepType", INSTANT)
+        if kind != INSTANT and any(step.size > 1 for step in self._find(array, "step")):
+            log.warning(
+                "%s of %s is %s at several steps, taken as over equal intervals: if they are since "
+                "the start of the forecast, take differences between steps",
+                *(array.name, self.name, kind),
+            )
 
     def _find(self, array: "xarray.DataArray", role: str) -> list["xarray.DataArray"]:
         """Return the coordinates of a field that have a role."""
@@ -284,7 +312,7 @@ class _DatasetReader:
 
     def _time_dims(self, array: "xarray.DataArray") -> set[Hashable]:
         """Return the dimension of times or starts, if there is one; steps are split."""
-        dims: set[Hashable] = set()
+        dims = {dim for dim in array.dims if self.roles.get(dim) in ("time", "start")}
         for key, coordinate in array.coords.items():
             is_date = coordinate.dtype.kind == "M" and coordinate.ndim == 1
             if is_date or self.roles.get(key) in ("time", "start"):
@@ -328,7 +356,8 @@ class _DatasetReader:
         start = starts[0] if starts else None
         if time is not None and start is None and step is not None:
             # Without a coordinate of starts, `time` is one if the steps do not follow it.
-            follows = set(step.dims) <= set(time.dims) and "standard_name" in time.attrs
+            tells = "standard_name" in time.attrs or len(np.unique(step)) > 1
+            follows = set(step.dims) <= set(time.dims) and tells
             if not follows and time.name != "valid_time":
                 start = time
                 time = None
@@ -506,8 +535,9 @@ def open_zarr(path: str) -> "xarray.Dataset":
     """Open a zarr.
 
     Format 2 stores a fill value for chunks that were not written, by default 0, which xarray takes
-    as missing. A variable whose fill value is 0 and that is not packed has values of 0; if some of
-    its chunks were not written, their zeros are logged.
+    as missing. A variable whose fill value is 0 and that is not packed has values of 0. Format 3
+    declares missing values apart from it. Chunks that were not written, and are read as values, are
+    logged.
 
     Raises FieldError for a zarr of anemoi-datasets.
     """
@@ -525,12 +555,19 @@ def open_zarr(path: str) -> "xarray.Dataset":
         fill = variable.attrs.get("_FillValue")
         if not is_packed and np.isscalar(fill) and fill == 0:
             del raw[key].attrs["_FillValue"]
-            missing = store[key].nchunks - store[key].nchunks_initialized
-            if missing:
-                log.warning(
-                    "%s: %d of %d chunks of %s were not written, their values are read as 0",
-                    *(path, missing, store[key].nchunks, key),
-                )
+        if key not in raw.data_vars or not variable.dims:
+            continue
+        array = store[key]
+        unwritten = array.fill_value or 0  # format 2 may have none
+        is_missing = unwritten != unwritten or unwritten == raw[key].attrs.get("_FillValue")
+        missing = 0 if is_missing else array.nchunks - array.nchunks_initialized
+        if missing:
+            scale = variable.attrs.get("scale_factor", 1)
+            value = unwritten * scale + variable.attrs.get("add_offset", 0)
+            log.warning(
+                "%s: %d of %d chunks of %s were not written, their values are read as %g",
+                *(path, missing, array.nchunks, key, value),
+            )
     # Without consolidated metadata, zarr 3 lists arrays in random order.
     opened = xarray.decode_cf(raw, decode_timedelta=False)
     return opened[sorted(opened.data_vars, key=str)]
