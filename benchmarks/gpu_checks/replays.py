@@ -360,9 +360,9 @@ def counted():
         run(self, key, launch)
         counts["replayed" if self.num_replayed > before else "launched"] += 1
 
-    def counting_capture(self, key, launch):
+    def counting_capture(self, *arguments):
         counts["captured"] += 1
-        capture(self, key, launch)
+        capture(self, *arguments)
 
     Replays.run, Replays._capture = counting_run, counting_capture
     replays.FEWEST_RECUR = 0.0
