@@ -260,6 +260,15 @@ def test_a_run_continues_on_another_device_with_its_own_config(tmp_path):
         assert resume(other) == {"config": config}
 
 
+@pytest.mark.parametrize("option", ["data.train_size", "data.valid_size", "data.path_of_masks"])
+def test_an_option_whose_name_begins_like_one_that_may_differ_may_not(tmp_path, option):
+    name = option.removeprefix("data.")
+    save_checkpoint(tmp_path / "last.pt", {"config": {"data": {name: 8}}})
+    resume = partial(train.checkpoint_to_resume, tmp_path, writer=ONE_PROCESS, resume=True)
+    with pytest.raises(ValueError, match=f"was written with {option}=8, not 4$"):
+        resume({"data": {name: 4}})
+
+
 def test_a_run_without_a_checkpoint_starts_again_with_its_own_config(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     (tmp_path / ".hydra").mkdir()

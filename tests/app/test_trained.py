@@ -20,6 +20,7 @@ from anemoi_gt.app.datasets.field_dataset import field_data
 from anemoi_gt.app.datasets.schema import DataSchema
 from anemoi_gt.app.datasets.sphere_advection import sphere
 from anemoi_gt.app.training.run_files import load_checkpoint, save_checkpoint
+from anemoi_gt.app.training.run_folder import check_same_network
 
 pytestmark = pytest.mark.application
 
@@ -130,6 +131,8 @@ def test_a_resumed_run_keeps_its_normalisation(trained, start):
             "got z_500, t2m",
         ),
         (lambda s: s, ("model.heads=2",), "model.heads must be 4, as in the checkpoint, got 2"),
+        # without the option, the weights fit a network with another number of heads
+        (lambda s: s, ("~model.heads",), "model.heads must be 4, as in the checkpoint, got None"),
     ],
 )
 def test_data_or_a_network_that_differ_from_the_checkpoint_are_refused(
@@ -141,6 +144,16 @@ def test_data_or_a_network_that_differ_from_the_checkpoint_are_refused(
     error = error_line(start, evaluate, CHECKPOINT, *arguments)
     assert error.startswith("anemoi_gt.evaluate: ")
     assert re.search(message, error), error
+
+
+@pytest.mark.parametrize("group", ["graph", "model"])
+@pytest.mark.parametrize("changed", [{}, {"a": 1, "b": 2}, {"a": 2}], ids=["less", "more", "other"])
+def test_an_option_that_is_taken_away_or_added_is_another_network(group, changed):
+    config = {"graph": {}, "model": {}}
+    with pytest.raises(ValueError, match=f"{group}.[ab] must be (1|None), as in the checkpoint"):
+        check_same_network(config | {group: {"a": 1}}, config | {group: changed})
+    without_value = {"a": 1, "c": None, "none": {}}
+    check_same_network(config | {group: {"a": 1}}, config | {group: without_value})
 
 
 def convert_to_0_2_0(path):

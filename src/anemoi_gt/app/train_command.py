@@ -71,10 +71,10 @@ from anemoi_gt.toolchain import compile_problem
 
 log = logging.getLogger(__name__)
 
-# Options that may change when a run is continued. Results are the same or agree to rounding, except
-# that compiled code draws other dropout masks.
+# Options, and groups of them, that may change when a run is continued. Results are the same or
+# agree to rounding, except that compiled code draws other dropout masks.
 MAY_DIFFER = (
-    *("kernels.", "data.path", "data.train", "data.valid", "data.test", "sharding."),
+    *("kernels", "data.path", "data.train", "data.valid", "data.test", "sharding"),
     *("training.compile", "training.cuda_graph", "training.device", "training.logger"),
     "training.threads",
 )
@@ -225,12 +225,18 @@ def check_same_config(path: Path, before: dict, now: dict) -> None:
         now["training.steps"] = before["training.steps"]
     changes = []
     for key in dict.fromkeys([*before, *now]):
-        if before.get(key) != now.get(key) and not key.startswith(MAY_DIFFER):
+        if before.get(key) != now.get(key) and not _may_differ(key):
             changes.append(f"{key}={before.get(key)}, not {now.get(key)}")
     if changes:
         raise ValueError(
             f"a run is continued with its own config, {path} was written with {'; '.join(changes)}"
         )
+
+
+def _may_differ(key: str) -> bool:
+    """Return whether an option is in `MAY_DIFFER`, or in a group of it."""
+    # with the dot, because data.train_size is no part of data.train
+    return f"{key}.".startswith(tuple(f"{name}." for name in MAY_DIFFER))
 
 
 def train(trainer: Trainer, variables: Sequence[str] | None, ownership: ExitStack) -> float:

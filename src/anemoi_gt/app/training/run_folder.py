@@ -194,9 +194,10 @@ def check_same_network(before: Mapping[str, Any], now: Mapping[str, Any]) -> Non
     groups = ("graph", "model")
     before = dict(flatten({group: before[group] for group in groups if group in before}))
     now = dict(flatten({group: now[group] for group in groups}))
-    for key, value in now.items():
-        if key in before and before[key] != value and key not in NOT_IN_FORECASTS:
-            raise ValueError(f"{key} must be {before[key]}, as in the checkpoint, got {value}")
+    for key in dict.fromkeys([*before, *now]):  # an option that is left out has its default
+        former, value = before.get(key), now.get(key)
+        if former != value and key not in NOT_IN_FORECASTS:
+            raise ValueError(f"{key} must be {former}, as in the checkpoint, got {value}")
 
 
 def flatten(values: Mapping[str, Any], key: str = "") -> Iterator[tuple[str, Any]]:
