@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 # The fallbacks are conservative: correct for every call, at more host time. They assume that
-# transforms, a dispatch mode and a profiler are active, and that no gradient is batched.
+# transforms, a dispatch mode and a profiler are active, that no gradient is batched, and that no
+# backward pass has a number.
 transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 num_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 _function_modes = getattr(overrides, "_get_current_function_mode_stack", lambda: ["unknown"])
@@ -24,6 +25,7 @@ profiler_is_enabled = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 _is_legacy_batched = getattr(
     getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", lambda _: False
 )
+_graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 _functorch = getattr(torch._C, "_functorch", None)
 _innermost_transform = getattr(_functorch, "peek_interpreter_stack", lambda: None)
 _gradient_transform = getattr(getattr(_functorch, "TransformType", None), "Grad", None)
@@ -122,6 +124,15 @@ def is_batched(*gradients: Tensor | None) -> bool:
     fallback.
     """
     return any(gradient is not None and _is_legacy_batched(gradient) for gradient in gradients)
+
+
+def backward_pass() -> int | None:
+    """Return the number of the backward pass that runs in this thread, which no other has.
+
+    None outside of one, or where it is unknown.
+    """
+    number = _graph_task()
+    return None if number < 0 else number
 
 
 def forward_mode_is_active() -> bool:

@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from anemoi_gt import torch_compat
 from anemoi_gt.nn.chunking import rows_of, shared
 
 NUM_ROWS = 12
@@ -68,6 +69,55 @@ def test_a_retained_graph_gives_the_same_gradient_again():
     (first,) = torch.autograd.grad(loss, leaf, retain_graph=True)
     (second,) = torch.autograd.grad(loss, leaf)
     assert torch.equal(first, second)
+
+
+def stop(gradient):
+    raise InterruptedError("in the backward pass")
+
+
+def test_a_pass_that_raised_leaves_nothing_to_the_next():
+    leaf = draw()
+    x = shared(2 * leaf)
+    *others, last = CHUNKS["indices"]
+    rows = rows_of(x, others[0])
+    loss = (rows**3).sum() + loss_of(x, (*others[1:], last), rows_of)
+    interruption = rows.register_hook(stop)  # after the chunks that follow it
+    with pytest.raises(InterruptedError):
+        torch.autograd.grad(loss, leaf, retain_graph=True)
+    interruption.remove()
+
+    expected = (2 * leaf[others[0]]) ** 3
+    expected = expected.sum() + loss_of(2 * leaf, (*others[1:], last), read)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, leaf), torch.autograd.grad(expected, leaf), rtol=0, atol=0
+    )
+
+
+def test_a_pass_that_runs_during_another_has_a_gradient_of_its_own():
+    leaf = draw()
+    x = shared(2 * leaf)
+    first, *others = CHUNKS["indices"]
+    rows = rows_of(x, first)
+    loss = (rows**3).sum() + loss_of(x, others, rows_of)
+    found = []
+
+    def run_another(gradient):
+        if not found:
+            found.append(None)
+            (found[0],) = torch.autograd.grad(loss, leaf, retain_graph=True)
+
+    rows.register_hook(run_another)  # after the chunks that follow it
+    found += torch.autograd.grad(loss, leaf, retain_graph=True)
+    found += torch.autograd.grad(loss, leaf)
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[2])
+
+
+def test_without_numbers_of_passes_gradients_are_the_same(monkeypatch):
+    expected = gradient(lambda x: loss_of(x, CHUNKS["indices"], read), lambda x: x)
+    monkeypatch.setattr(torch_compat, "_graph_task", lambda: -1)
+    actual = gradient(lambda x: loss_of(x, CHUNKS["indices"], rows_of), shared)
+    assert torch.equal(actual, expected)
 
 
 def test_second_derivatives_are_those_of_autograd():

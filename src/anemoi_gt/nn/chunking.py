@@ -34,7 +34,7 @@ from torch import Tensor
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.input_validation import check_rows, check_structure
 from anemoi_gt.option_checks import check_integer
-from anemoi_gt.torch_compat import forward_mode_is_active, is_transformed
+from anemoi_gt.torch_compat import backward_pass, forward_mode_is_active, is_transformed
 
 
 @dataclass(frozen=True, eq=False)
@@ -333,11 +333,14 @@ def _add(total: Tensor, rows: slice | Tensor, grad: Tensor) -> Tensor:
 
 
 class _Shared(torch.autograd.Function):
-    """The identity; its node holds the sum of the gradients of the rows."""
+    """The identity; its node holds the sum of the gradients of the rows, of each backward pass.
+
+    A pass of a retained graph may run beside another, or end by an exception before it is here.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.total = None
+        ctx.totals = {}
         ctx.set_materialize_grads(False)
         return x.view_as(x)
 
@@ -345,8 +348,7 @@ class _Shared(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
         # The engine calls this after all chunks, although they return None (torch 2.11, 2.13).
         # `grad` is of a chunk that read all rows.
-        total = ctx.total
-        ctx.total = None  # for the next pass through a retained graph
+        total = ctx.totals.pop(backward_pass(), None)
         if total is None:
             return grad
         return total if grad is None else total + grad
@@ -364,10 +366,11 @@ class _SelectRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        node = ctx.node
-        if torch.is_grad_enabled():  # create_graph=True, which sums in place would break
+        totals, this_pass = ctx.node.totals, backward_pass()
+        # create_graph=True, which sums in place would break
+        if torch.is_grad_enabled() or this_pass is None:
             return _add(grad.new_zeros(ctx.shape), ctx.rows, grad), None, None
-        if node.total is None:
-            node.total = grad.new_zeros(ctx.shape)
-        _add(node.total, ctx.rows, grad)
+        if this_pass not in totals:
+            totals[this_pass] = grad.new_zeros(ctx.shape)
+        _add(totals[this_pass], ctx.rows, grad)
         return None, None, None
