@@ -407,3 +407,12 @@ def test_indices_that_the_host_does_not_check_are_asserted_before_memory_is_read
 def test_pointers_and_sources_that_the_host_does_not_check_are_asserted(colptr, row):
     with pytest.raises(RuntimeError, match="colptr must increase|row must hold values"):
         GraphStructure.from_csc(torch.tensor(colptr), torch.tensor(row), 2, validate=False)
+
+
+@pytest.mark.parametrize("position", [-1, 3])
+def test_positions_of_edges_that_the_host_does_not_check_are_asserted(position):
+    colptr, row, perm = torch.tensor([0, 2, 3]), torch.tensor([0, 1, 1]), torch.tensor([1, 0, 2])
+    GraphStructure.from_csc(colptr, row, 2, perm=perm, validate=False)
+    perm[1] = position
+    with pytest.raises(RuntimeError, match="perm must hold values .* below the number of edges"):
+        GraphStructure.from_csc(colptr, row, 2, perm=perm, validate=False)

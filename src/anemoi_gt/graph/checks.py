@@ -108,13 +108,15 @@ def check_range(name: str, index: Tensor, size: int) -> None:
     )
 
 
-def assert_range(name: str, index: Tensor, size: int) -> None:
+def assert_range(name: str, index: Tensor, size: int, of: str = "nodes") -> None:
     """Assert on the device, without synchronising, that every value is in 0 .. size - 1.
+
+    `of` says what `size` counts.
 
     The assertion precedes kernels that use the values as addresses. A failure raises RuntimeError.
     """
     in_range = ((index >= 0) & (index < size)).all()
-    message = f"{name} must hold values from 0 to below the number of nodes; {HOW_TO_CHECK}"
+    message = f"{name} must hold values from 0 to below the number of {of}; {HOW_TO_CHECK}"
     assert_async(in_range, message)
 
 

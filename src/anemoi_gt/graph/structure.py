@@ -329,6 +329,8 @@ class GraphStructure:
         else:
             assert_pointers("colptr", graph.colptr, graph.num_edges)
             assert_range("row", graph.row, graph.num_src)
+            if graph.perm is not None:
+                assert_range("perm", graph.perm, graph.num_edges, of="edges")
         if reverse:
             graph = graph.with_reverse()
         return graph._with_degrees(is_known=validate)
