@@ -1,5 +1,7 @@
 """Nodes: coordinates, the tangent frame of directions, and area weights."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 from support.refusals import raises, refused
@@ -144,6 +146,7 @@ GRIDS = {
 }
 
 
+@cache
 def cells_of(name):
     """Return the areas of the cells of a global grid."""
     nodes = GRIDS[name]
