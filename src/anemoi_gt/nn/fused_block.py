@@ -276,8 +276,7 @@ def _attention(
     x_src, x_dst = x
     shape = x_dst.shape
     cond_src, cond_dst = cond
-    has_one_norm = modules.parameters.norm_src is modules.parameters.norm
-    is_one_set = x_src is x_dst and has_one_norm
+    is_one_set = x_src is x_dst and modules.has_one_norm
     halo = None
     # before the exchange, which returns rows of a batch as [B, N, F]
     if cond_dst is not None:
@@ -289,7 +288,7 @@ def _attention(
         structure = graph
     else:  # as by the block's modules, which another rank may call (hooks)
         norm = "layer_norm_attention"
-        if not has_one_norm:
+        if not modules.has_one_norm:
             norm = "layer_norm_attention_src"
         prepare = partial(_normed, block, block._modules[norm])
         conditions = None

@@ -182,7 +182,8 @@ class AttentionModules(NamedTuple):
 
     computation: Computation
     compute: Callable[..., Tensor]  # of `tensors`, a graph and `options`
-    parameters: AttentionTensors  # without rows; `norm_src` is `norm` if a block has one norm
+    parameters: AttentionTensors  # without rows
+    has_one_norm: bool  # of both sets; told apart here, as tuples have no identity in traced code
     options: AttentionOptions  # of one batch entry
     has_condition: bool  # whether both norms need a condition; if not, neither takes one
     dtype: torch.dtype  # of the parameters
@@ -546,6 +547,7 @@ def read_attention(block: Any, computation: Computation) -> AttentionModules | R
         computation=computation,
         compute=backend.attention_sublayer,
         parameters=parameters,
+        has_one_norm=norm_src is norm_dst,
         options=AttentionOptions(
             heads=heads,
             batch=1,
