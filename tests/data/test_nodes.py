@@ -156,12 +156,16 @@ def cells_of(name):
     return np.sin(np.deg2rad(upper)) - np.sin(np.deg2rad(lower))
 
 
+def islands(nodes):
+    """Return which points lie on one of nine islands."""
+    centres = np.random.default_rng(0).normal(size=(3, 9))
+    return (nodes.xyz @ centres > 1.6).any(axis=1)
+
+
 PARTS = {
     "all": lambda nodes: np.ones(len(nodes), dtype=bool),
     "region across Greenwich": lambda nodes: nodes.inside((60, -30, -20, 50)),
-    "islands": lambda nodes: (nodes.xyz @ np.random.default_rng(0).normal(size=(3, 9)) > 1.6).any(
-        1
-    ),
+    "islands": islands,
     "without some rows": lambda nodes: (np.abs(nodes.lat - 50) > 9) & (nodes.lon % 360 < 200),
     "every second point": lambda nodes: np.random.default_rng(0).random(len(nodes)) < 0.5,
 }

@@ -231,18 +231,19 @@ def _gaps(lon: np.ndarray, row: np.ndarray, points: np.ndarray) -> tuple[np.ndar
 def _spacings(
     gaps: np.ndarray, group: np.ndarray, num_groups: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the spacing of each group of gaps, NaN without any, and gaps over the spacing."""
+    """Return the spacing of each group of gaps, NaN without any, and the gaps in its steps."""
     smallest = np.full(num_groups, np.inf)
     np.minimum.at(smallest, group, gaps)
     is_single = gaps < 1.5 * smallest[group]
     # the mean of all, because longitudes in files are rounded
-    total, count = (np.bincount(group, w, num_groups) for w in (gaps * is_single, is_single))
+    total = np.bincount(group, gaps * is_single, num_groups)
+    count = np.bincount(group, is_single, num_groups)
     spacing = np.divide(total, count, out=np.full(num_groups, np.nan), where=count > 0)
     return spacing, gaps / spacing[group]
 
 
 def _are_even(steps: np.ndarray) -> bool:
-    """Return whether the gaps of points are few steps of a lattice."""
+    """Return whether most gaps are whole steps of a lattice, and at least half are short."""
     return bool(_are_integers(steps).mean() > MOST and np.median(steps) < SPARSE)
 
 

@@ -335,7 +335,7 @@ def _add(total: Tensor, rows: slice | Tensor, grad: Tensor) -> Tensor:
 class _Shared(torch.autograd.Function):
     """The identity; its node holds the sum of the gradients of the rows, of each backward pass.
 
-    A pass of a retained graph may run beside another, or end by an exception before it is here.
+    A pass through a retained graph may run beside another, or raise before it reaches this node.
     """
 
     @staticmethod

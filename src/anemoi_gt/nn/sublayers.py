@@ -183,7 +183,7 @@ class AttentionModules(NamedTuple):
     computation: Computation
     compute: Callable[..., Tensor]  # of `tensors`, a graph and `options`
     parameters: AttentionTensors  # without rows
-    has_one_norm: bool  # of both sets; told apart here, as tuples have no identity in traced code
+    has_one_norm: bool  # for both sets; PyTorch 2.9 cannot trace whether two tuples are the same
     options: AttentionOptions  # of one batch entry
     has_condition: bool  # whether both norms need a condition; if not, neither takes one
     dtype: torch.dtype  # of the parameters

@@ -81,8 +81,8 @@ class Replays:
     ):
         self.capture = capture
         self.allocated = allocated
-        # both by the hash of a key, which takes as long as all else that is done for a run that
-        # never recurs; whole keys of such runs would also fill the caches
+        # both by the hash of a key: hashing takes as long as the rest of a lookup, so it is done
+        # once, and whole keys of runs that never recur would fill the caches
         self.graphs: dict[int, Graph] = {}
         self.seen: set[int] = set()
         self.balance = MAX_BALANCE
@@ -97,7 +97,7 @@ class Replays:
         key_hash = hash(key)
         graph = self.graphs.get(key_hash)
         if graph is not None and graph.key != key:
-            graph = None
+            graph = None  # of another run with this hash
         recurs = graph is not None or key_hash in self.seen
         self.share_recurring += RECENT * (recurs - self.share_recurring)
         if graph is not None:
@@ -121,7 +121,7 @@ class Replays:
             )
 
     def _earn(self, captures: float) -> None:
-        # capped: a long loop whose addresses never recur must not save up for thousands
+        # capped: a long loop must not save up for thousands of captures
         self.balance = min(MAX_BALANCE, self.balance + captures)
 
     def _run_first(self, key_hash: int, run: Run) -> None:
