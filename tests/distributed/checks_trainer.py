@@ -146,8 +146,12 @@ def a_signal_to_one_rank_stops_all_and_the_run_has_the_losses_of_one_device_on_a
             # as if killed between the two renames
             (shared / "last").rename(shared / "last.former")
         dist.barrier()
-        trainer, shard = make_sharded(mesh_of(world // 2, 2), *make_parts(shared))
+        *parts, _ = make_parts(shared)
+        trainer, shard = make_sharded(mesh_of(world // 2, 2), *parts, {"name": "resumed"})
+        states, load = [], trainer.load_state_dict
+        trainer.load_state_dict = lambda state: states.append(state) or load(state)
         losses = losses_of(fit_sharded(trainer, shard, resume=True))
+        verdict.same("config of the former run", states[0]["config"], {"name": "test"})
         same_losses(verdict, "resumed", losses, expected)
         if is_first():
             model, *parts = make_parts(shared)

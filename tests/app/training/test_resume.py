@@ -132,6 +132,20 @@ def test_a_continued_run_keeps_the_best_weights_that_it_does_not_beat(trainer):
     assert load_checkpoint(last)["best_loss"] == 0.0
 
 
+def test_with_other_validation_dates_the_best_weights_are_chosen_again(trainer, caplog):
+    stop(trainer("run"))
+    continued = trainer("run")
+    best, last = continued.folder / "best.pt", continued.folder / "last.pt"
+    save_checkpoint(best, load_checkpoint(best) | {"best_loss": 0.0})
+    continued.description["data"] = {"valid": ["2020-01", "2020-02"]}
+    with caplog.at_level("INFO"):
+        continued.load_state_dict(load_checkpoint(last) | {"best_loss": 0.0})
+    records = fit(continued)
+    assert "data.valid was None and is ['2020-01', '2020-02']: best.pt starts again" in caplog.text
+    losses = [record["loss"] for record in records if record["split"] == "valid"]
+    assert load_checkpoint(best)["best_loss"] == min(losses[1:])  # the first is of the former dates
+
+
 def test_a_run_that_ended_between_its_last_and_its_best_checkpoint_writes_the_best_one(trainer):
     whole = trainer("whole", steps=3)
     fit(whole)

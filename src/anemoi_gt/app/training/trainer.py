@@ -172,6 +172,8 @@ class Trainer:
 
         `state` is a result of `load_checkpoint`. If `best.pt` in the folder is not as good as the
         state says, because the run ended before it was written, `fit` writes it from this state.
+        If `data.valid` is another one than in the config of the state, the next validation is the
+        first of its samples and writes `best.pt`.
         Raises ValueError if the state lacks an entry, its weights belong to another model, or
         `best.pt` is damaged.
         """
@@ -183,6 +185,10 @@ class Trainer:
         self.step.load_state_dict(state)
         self.best_loss = state["best_loss"]
         self._lacks_best = self.best_loss < self._read_best_loss(self.folder / BEST)
+        former, now = (_valid_of(config) for config in (state["config"], self.description))
+        if former != now:
+            log.info("data.valid was %s and is %s: best.pt starts again with it", former, now)
+            self.best_loss, self._lacks_best = math.inf, False
         self._meter.load_state_dict(state["pending"])
         self._generators = state["generators"]
 
@@ -250,3 +256,8 @@ class Trainer:
         self, problem: str, remedy: str = "lower training.learning_rate"
     ) -> FloatingPointError:
         return FloatingPointError(f"{problem} at step {self.step.global_step}: {remedy}")
+
+
+def _valid_of(config: dict) -> object:
+    """Return the dates of the validation samples in a config, None if it names none."""
+    return config.get("data", {}).get("valid")
