@@ -18,14 +18,14 @@ class KernelConfig:
     ----------
     backend : {"auto", "triton", "torch"}, or the full name of a backend
         `auto` is `triton` (the fused GPU kernels) if it can run, else `torch` (the PyTorch
-        reference). It logs its choice at DEBUG level; a named backend that cannot run raises with
-        the reason. A name with dots, such as package.module.BACKEND, is a backend of another
+        reference), with a warning on a GPU; a named backend that cannot run raises with the reason.
+        A name with dots, such as package.module.BACKEND, is a backend of another
         package (`anemoi_gt.ops.backend.Backend`).
     precision : {None, "fp32", "bf16", "fp16"}
         Dtype in which query, key, value, edge attributes, weight and bias are read. None is the
         dtype of the inputs: autocast's inside `torch.autocast`, otherwise the dtype of query. With
         a precision, inputs are cast to it and the output is cast back to the dtype of query. Sums
-        and `lse` are float32 in any case.
+        and `lse` are float32, or float64 for float64.
     stable_sort : bool
         Sort stably where a call has to build a structure: in a layer that gets a raw `edge_index`,
         or for a missing reverse structure. Results are then bitwise reproducible. False groups

@@ -67,7 +67,8 @@ class Forecaster:
         ----------
         path : str, Path or list of str, optional
             The data, as `data.path` of the run; by default, those of the run. Only the input times
-            of the model are needed. Ensemble members are forecast one by one.
+            of the model are needed, and at each step the forcings that change. Ensemble members are
+            forecast one by one.
         start : str
             The date from which the forecast starts, such as "2020-01-31T18", or "latest", the
             newest time of the data that has all inputs.

@@ -49,7 +49,7 @@ class ShardingConfig:
         Number of ranks that share one model; there are ranks / model replicas (data parallel).
     parameters : bool
         Divide parameters, gradients, optimiser states and weight averages among all ranks
-        (`shard_parameters`): less memory, but slower steps unless captured.
+        (`shard_parameters`): less memory, but slower steps.
     timeout : float
         Seconds after which a collective fails if a rank does not take part. It must exceed the time
         in which rank 0 builds graph and model, because the other ranks wait for it.

@@ -27,8 +27,8 @@ class TrainingConfig:
     learning_rate : float
         Maximum learning rate, reached after `warmup_steps`.
     warmup_steps : int
-        Steps of linear warm-up from 0, at most `steps`; then the learning rate decreases to 0 as
-        half a cosine.
+        Steps of linear warm-up, at most all `steps`; then the learning rate decreases to 0 as half
+        a cosine.
     weight_decay : float
         Weight decay of AdamW, on matrices only; vectors (biases, norms) do not decay.
     clip_norm : float
