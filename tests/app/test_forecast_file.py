@@ -147,6 +147,15 @@ def test_a_file_of_two_times_is_enough_to_start_from_the_latest(trained, start):
         assert forecast.forecast_reference_time == TIMES[-1]
 
 
+def test_a_forecast_is_refused_if_forcings_that_change_end_before_its_last_step(
+    workdir, start, error_line
+):
+    weather_file().to_netcdf("weather.nc")
+    start(train, *SMALL, "data.forcings=[z_500,lsm]")
+    error = error_line(start, rollout, *ROLLOUT, "start=latest")
+    assert "needs the forcings of every step, the data end before step 1" in error
+
+
 def test_a_start_outside_the_data_and_an_unknown_file_format_are_refused(
     trained, start, error_line
 ):

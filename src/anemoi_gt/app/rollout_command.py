@@ -47,7 +47,8 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], None]:
         sample %= len(test)
         chosen = [(test, range(sample, sample + 1))]
     for dataset, samples in chosen:
-        dataset.advance(samples[0], [])  # raise if there are no rollouts
+        # raises if there are no rollouts, or the forcings of the last step are missing
+        dataset.advance(samples[0], [dataset.present(samples[0])] * (config.steps - 1))
 
     def rollout() -> None:
         """Write the forecasts of all starts, one per member, to one file."""
