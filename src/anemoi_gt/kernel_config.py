@@ -25,7 +25,7 @@ class KernelConfig:
         Dtype in which query, key, value, edge attributes, weight and bias are read. None is the
         dtype of the inputs: autocast's inside `torch.autocast`, otherwise the dtype of query. With
         a precision, inputs are cast to it and the output is cast back to the dtype of query. Sums
-        and `lse` are float32 in any case.
+        and `lse` are float32, or float64 for float64.
     stable_sort : bool
         Sort stably where a call has to build a structure: in a layer that gets a raw `edge_index`,
         or for a missing reverse structure. Results are then bitwise reproducible. False groups
