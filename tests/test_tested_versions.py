@@ -11,6 +11,7 @@ from test_house import run_without
 
 from anemoi_gt import (
     GraphStructure,
+    InteractionConv,
     KernelConfig,
     UntestedVersionsWarning,
     edge_attention,
@@ -63,6 +64,14 @@ def test_triton_is_named_by_its_backend(untested, kernel_device):
     assert message.startswith(
         "anemoi_gt, backend triton: PyTorch 9.8 with Triton 7.6 has not been tested"
     )
+
+
+def test_fused_networks_warn_as_attention_does(untested, kernel_device):
+    config = KernelConfig(backend="triton")
+    conv = InteractionConv(16, 16, config=config).to(kernel_device)
+    graph, rows = GRAPH.to(kernel_device), torch.ones(2, 16, device=kernel_device)
+    (message,) = warned(lambda: [conv(rows, graph, rows) for _ in range(2)])
+    assert message.startswith("anemoi_gt, backend triton: PyTorch 9.8 with Triton 7.6")
 
 
 @pytest.mark.compiled

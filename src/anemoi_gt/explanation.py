@@ -51,8 +51,8 @@ class Layer:
         Name and class of the module that called it; "" outside a module.
     sizes : dict of str to int
         Of an attention: batch, sources, destinations, edges, heads, channels, attributes; of an
-        edge update: batch, sources, destinations, edges, hidden; of a network: rows, inputs,
-        outputs.
+        edge update: batch, sources, destinations, edges, hidden; of sums of edges: batch,
+        destinations, edges, features; of a network: rows, inputs, outputs.
     features : {"none", "raw", "embedded", ""}
         Form of the edge features that an attention reads, else "". The weight of raw attributes is
         factored out of the sums over edges. Attributes are embedded before the operator if that
@@ -101,8 +101,8 @@ def explain(model: nn.Module, *inputs: Any, **named: Any) -> Explanation:
     The model runs once on the inputs, in its current mode, under the caller's autocast and gradient
     mode. If gradients are enabled, the kernels of the backward pass are listed too. The states of
     random number generators are restored. A layer is one call of an operator of this library: an
-    attention, a fused sub-layer of a block, an edge update or a network. Raises ValueError if the
-    model is not a module or calls none.
+    attention, a fused sub-layer of a block, an edge update, its sums or a network. Raises
+    ValueError if the model is not a module or calls none.
 
     Parameters
     ----------

@@ -26,7 +26,7 @@ TESTED = (
 class UntestedVersionsWarning(UserWarning):
     """Warning that the installed releases of PyTorch and Triton are untested with this package.
 
-    Issued once per process and backend, when attention is first computed; `anemoi-gt info` lists it
+    Issued once per process and backend, at the first call of an operator; `anemoi-gt info` lists it
     before.
 
     Examples

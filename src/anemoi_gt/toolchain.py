@@ -1,7 +1,7 @@
 """Compilers and caches that Triton and torch.compile need when a kernel first runs.
 
-Images without a C compiler and folders that cannot be written are common in production. Each
-function returns one sentence that says what to mend, or None if there is nothing to mend.
+Images without a C compiler and folders that cannot be written are common in production. Functions
+named `.._problem` return one sentence that says what to mend, or None if there is nothing to mend.
 """
 
 import errno

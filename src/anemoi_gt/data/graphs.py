@@ -138,7 +138,7 @@ def limited_area_graph(
     ----------
     refinement : int, optional
         Refinement of the icosphere; neighbours are about 7000 km / 2^refinement apart. By default,
-        the lowest whose spacing is at most four times the spacing of the data nodes.
+        the lowest, up to 9, whose spacing is at most four times the spacing of the data nodes.
     margin : float, optional
         Distance in kilometres by which the hidden mesh extends beyond the data nodes. If None, the
         distance between neighbours.

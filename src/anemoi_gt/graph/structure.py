@@ -308,7 +308,7 @@ class GraphStructure:
         ------
         ValueError
             For a wrong rank, dtype, length or device, a colptr that decreases or does not run from
-            0 to E, or a source out of range.
+            0 to E, a source out of range, or a perm that is no permutation.
         """
         for name, index in (("colptr", colptr), ("row", row)):
             check_index(name, index, like=colptr, dtypes=INDEX_DTYPES)

@@ -1,4 +1,4 @@
-"""Device code: the Triton kernels of edge attention and graph building; no torch.
+"""Device code: Triton kernels of attention, sub-layers and graph building; no torch.
 
 A module of kernels is imported, and Triton with it, when it is first used, as `kernels.forward`.
 """

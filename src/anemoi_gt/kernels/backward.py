@@ -487,7 +487,7 @@ def _sum_over_edges(
 
 @triton.jit
 def _store_rows(dkey, dvalue, start, offsets, mask, sums):
-    """Write the sums of `_sum_over_edges` to the rows of dkey and dvalue that begin at `at`."""
+    """Write the sums of `_sum_over_edges` to the rows of dkey and dvalue that begin at `start`."""
     if dkey is not None:
         tl.store(dkey + start + offsets, sums[0].to(dkey.dtype.element_ty), mask=mask)
     if dvalue is not None:

@@ -5,8 +5,8 @@ For an edge e from source j to destination i:
     e'_e = e_e + edge_mlp([x_i, x_j, e_e])        s_i = sum of e'_e over the in-edges of i
     x'_i = x_i + node_mlp([x_i, s_i])             or of the updates edge_mlp(..)
 
-The `torch` backend is PyG's message passing with modules; `triton` has one operator for each line
-(`anemoi_gt.ops.tensors`).
+The `torch` backend is PyG's message passing with modules; `triton` has three operators: the edge
+update, the sums over edges, and networks on rows (`anemoi_gt.ops.tensors`).
 """
 
 import warnings
@@ -193,8 +193,10 @@ class InteractionConv(MessagePassing):
         Raises
         ------
         ValueError
-            When x, edges and features do not fit together, or `config` names a backend that cannot
-            run.
+            When x and edges do not fit together, features have another width, or `config` names a
+            backend that cannot run.
+        RuntimeError
+            For features of other edges, by PyTorch; a ValueError on backend `triton`.
         """
         like = stored_parameter(self.edge_mlp)
         if self.config.precision is not None and like is not None and like.dtype != torch.float32:
@@ -316,7 +318,7 @@ class InteractionBlock(nn.Module):
     Raises
     ------
     ValueError
-        For a size that is not an integer or below 1, or an unknown mlp_implementation.
+        As for `InteractionConv`.
 
     Notes
     -----
@@ -405,9 +407,8 @@ class InteractionBlock(nn.Module):
 
         Raises
         ------
-        ValueError
-            When x, edges and features do not fit together, or the config names a backend that
-            cannot run.
+        ValueError, RuntimeError
+            As for `InteractionConv`.
         """
         of_edges, of_nodes = (cond, cond) if cond is None or isinstance(cond, Tensor) else cond
         edges, sums = self.conv(x, edge_index, edge_attr, of_edges)

@@ -28,7 +28,7 @@ class LayerKernels:
         Takes `normalized_shape`, the features of a node. With a condition the norm is called as
         norm(x, cond=...), as `ConditionalLayerNorm` is.
     Activation : callable
-        Takes nothing; of feed-forward networks without a gate.
+        Takes nothing; of networks without a gate, and of `edge_pre_mlp`.
     QueryNorm, KeyNorm : callable
         Take the channels of a head; used with `qk_norm`.
 

@@ -71,7 +71,7 @@ class EncoderProcessorDecoder(nn.Module):
     dropout : float
         Probability of dropping an attention weight in training.
     config : KernelConfig
-        Backend and precision of the attention.
+        Backend and precision of the attention, or of a graph network.
     residual : mapping, optional
         Output channel to the input channel that is added to it, for prognostic variables: {0: 2}.
         For several data sets a mapping of data set to such a mapping. None adds nothing, as for a

@@ -83,7 +83,7 @@ def edge_attention(
         If shapes, dtypes or devices are inconsistent, or `config.backend` names a backend that
         cannot run.
     RuntimeError
-        For double backward and forward-mode derivatives.
+        For double backward, forward-mode derivatives and `torch.func.grad`.
 
     Notes
     -----

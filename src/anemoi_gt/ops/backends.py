@@ -80,9 +80,9 @@ def may_be_faster_fused(name: str, dtypes: Dtypes) -> bool:
     return any(backend.is_faster(dtypes) for backend in backends)
 
 
-@constant_when_traced  # said once per process
+@constant_when_traced  # said once for each reason
 def _warn_of_fallback(chosen: str, reasons: str) -> None:
-    """Log once that `auto` computes on a GPU with a backend that is slow there, and why."""
+    """Log once for each reason that `auto` computes on a GPU with a backend that is slow there."""
     _log_fallback(chosen, reasons)
 
 

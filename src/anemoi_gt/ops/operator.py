@@ -106,7 +106,7 @@ class Passes(Protocol):
 
 
 class ListedOperator(Protocol):
-    """An operator as `explain` lists it and the estimate of memory counts it.
+    """An operator as `explain` lists it.
 
     `arguments` are those that a dispatch mode sees, `needs` the tensors that need a gradient.
     """

@@ -7,7 +7,14 @@ import pytest
 import torch
 from functorch.compile import min_cut_rematerialization_partition
 from hydra.utils import instantiate
-from support.anemoi_model import build, differentiate, draw, for_gpu, make_options
+from support.anemoi_model import (
+    build,
+    differentiate,
+    draw,
+    for_gpu,
+    make_family_options,
+    make_options,
+)
 from support.backward_graph import sublayers_of_backward
 from support.operators import Operators
 from support.same_numbers import assert_same_numbers
@@ -68,6 +75,18 @@ def test_modes_have_the_same_bits_and_compute_once_unless_full(graph, expected, 
     again = {name: counted(calls)[name] / counts[name] for name in (ATTENTION, ACTIVATION)}
     times = {"none": 1, "full": 2}[mode]
     assert again == {ATTENTION: times, ACTIVATION: times}
+
+
+@pytest.mark.parametrize("component", ["encoder", "processor", "decoder"])
+def test_modes_are_of_graph_networks_too(graph, component):
+    model = build(graph, make_family_options("graph network", channels=16, checkpointing=False))
+    results = {}
+    for mode in ("none", "full"):
+        with anemoi.install(activation_checkpointing={component: mode}), Operators() as calls:
+            numbers = differentiate(model, draw(graph))
+        results[mode] = flat(numbers), counted(calls)[ACTIVATION]
+    assert_same_numbers(results["full"][0], results["none"][0])
+    assert results["full"][1] > results["none"][1]
 
 
 @pytest.mark.parametrize("mode", [None, "full"])

@@ -1,4 +1,4 @@
-"""Our attention in Anemoi's graph transformers: everywhere (`install`), per model, by config.
+"""anemoi_gt in models of Anemoi: in all (`install`), in one (`swap_layers`), by config.
 
 `CUDAGraphCallback` and `InstallCallback` are imported when they are used: they need Lightning.
 """

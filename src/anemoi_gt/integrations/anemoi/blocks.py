@@ -1,4 +1,4 @@
-"""Replacements of `forward` of Anemoi's graph-transformer blocks: processors and mappers.
+"""Replacements of `forward` of Anemoi's graph-transformer and transformer blocks.
 
 Each decides once how the block is computed (`decision`): by fused sub-layers, by the block's own
 modules around anemoi_gt's attention, or by upstream's forward. Sources of other ranks come from the

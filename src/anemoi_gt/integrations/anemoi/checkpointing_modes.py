@@ -52,15 +52,11 @@ def _mode_of(component: object) -> str | None:
     modes = None if settings is None else settings.checkpointing
     if modes is None:
         return None
-    if isinstance(component, Upstream.mapper.GraphTransformerForwardMapper):
+    if isinstance(component, Upstream.encoders):
         return modes.encoder
-    if isinstance(component, Upstream.processor.GraphTransformerProcessor):
+    if isinstance(component, Upstream.processor.BaseProcessor):
         return modes.processor
-    return (
-        modes.decoder
-        if isinstance(component, Upstream.mapper.GraphTransformerBackwardMapper)
-        else None
-    )
+    return modes.decoder if isinstance(component, Upstream.decoders) else None
 
 
 @wraps_any

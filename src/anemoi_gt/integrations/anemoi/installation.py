@@ -215,7 +215,7 @@ def install(
     activation_checkpointing : {None, "none", "full"} or mapping
         Save everything ("none") or the inputs of each chunk ("full") for the backward pass, for all
         components or by "encoder", "processor" and "decoder". None follows the
-        `gradient_checkpointing` of Anemoi's config.
+        `gradient_checkpointing` of Anemoi's config, as does anemoi-models before 0.12.1.
     keep_hidden : bool
         Keep the hidden layer [N, K] of fused feed-forward sub-layers for the backward pass. False
         computes it again there, with the same bits: less memory than no activation checkpointing
@@ -272,8 +272,9 @@ class Installed(Settings):
         For each block of a model that has run: path, class, "fused", "attention only",
         "feed-forward only", "edge update only", "networks only" (Anemoi's forward with fused MLPs),
         "upstream", "several" (compiled blocks of its class differ) or "not yet", and the reason if
-        it was not fused. Embeddings and output layers of mappers, MLPs of graph networks, and the
-        attention of transformers are listed only if a reason keeps them with upstream.
+        it was not fused as a whole. Embeddings and output layers of mappers, MLPs of graph
+        networks, and the attention of transformers are listed only if a reason keeps them with
+        upstream.
     """
 
     computed: tuple[report.Computed, ...] = ()
@@ -303,7 +304,7 @@ def replacements() -> dict[str, str | None]:
 
 
 def examine(model: nn.Module) -> tuple[report.Computed, ...]:
-    """Predict how each graph-transformer block of a model is computed under `install()` here.
+    """Predict how each block of a model is computed under `install()` here.
 
     On the first GPU if there is one, under autocast to bfloat16. Conditional norms are recognised
     by their classes.

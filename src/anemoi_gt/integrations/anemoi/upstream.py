@@ -31,6 +31,9 @@ class Upstream:
 
     mapper: ModuleType  # layers.mapper
     processor: ModuleType  # layers.processor
+    # mappers of all kinds
+    encoders: tuple[type, ...] = ()
+    decoders: tuple[type, ...] = ()
     partition: ModuleType  # distributed.khop_edges, since 0.16
     block: type  # GraphTransformerBaseBlock
     # blocks of graph networks whose forward we know, of processors and of mappers
@@ -65,6 +68,10 @@ def resolve_upstream() -> None:
     """Import what replacements read; classes whose bodies we do not know are left out."""
     Upstream.mapper, Upstream.processor = (
         import_module(f"anemoi.models.layers.{n}") for n in ("mapper", "processor")
+    )
+    Upstream.encoders, Upstream.decoders = (
+        tuple(kind for name, kind in vars(Upstream.mapper).items() if name.endswith(ending))
+        for ending in ("ForwardMapper", "BackwardMapper")
     )
     block = import_module("anemoi.models.layers.block")
     Upstream.block_module = block

@@ -26,7 +26,6 @@ from anemoi_gt.ops.triton_backend.plan import Buffer, MemoryLayout, PlanBuilder
 from anemoi_gt.ops.triton_backend.planned_operator import PlannedOperator
 from anemoi_gt.ops.triton_backend.sizes import Kept, sizes_of
 from anemoi_gt.ops.triton_backend.tiles import MAX_ATTRIBUTES, attribute_columns
-from anemoi_gt.tested_versions import warn_if_untested
 
 
 def attend(
@@ -42,7 +41,6 @@ def attend(
     launch each. If `embeds_first`, attributes are embedded first, because [H, C] per edge is then
     smaller.
     """
-    warn_if_untested("triton")
     query, key, value, edge_attr, edge_weight, edge_bias = operands
     save = needs_gradient(*operands)
     if (

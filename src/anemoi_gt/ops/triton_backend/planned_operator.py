@@ -14,6 +14,7 @@ from anemoi_gt.ops.tree import tree_of
 from anemoi_gt.ops.triton_backend.plan import Buffer, Plan
 from anemoi_gt.ops.triton_backend.sublayer_builder import SublayerBuilder
 from anemoi_gt.ops.triton_backend.tiles import TUNING, Tuning
+from anemoi_gt.tested_versions import warn_if_untested
 
 # specs and options whose plans are cached: graphs times layers of different sizes in use at a time
 PLAN_CACHE_SIZE = 128
@@ -44,6 +45,7 @@ class PlannedOperator(Operator):
 
     def passes(self, inputs: Sequence[Tensor | None], options: Any) -> "Plans":
         """Return the plans for these inputs."""
+        warn_if_untested(self.backend)
         # from a list: a generator is entered once for each input
         specs = tuple([None if x is None else (x.shape, x.dtype) for x in inputs])
         return self.plans_of(specs, options)
