@@ -140,6 +140,51 @@ def test_levels_members_and_cell_methods_of_the_data_are_in_the_forecast():
     assert forecast.attrs["title"].endswith("member 11, 2 steps")
 
 
+def forecast_of(source, variables):
+    """Return one step of a forecast whose variables have the values 0, 1, ..."""
+    states = FieldStates(fields_of(source), Roles(tuple(variables), (), ()), 6.0, 1)
+    data = FieldDataset(states).starting_at("latest")
+    return describe_forecast(data, 0, np.ones((1, 1, len(data.nodes), 1)) * range(len(variables)))
+
+
+@pytest.mark.parametrize("name", ["height", "depth"])
+@pytest.mark.parametrize(
+    ("units", "metres"),
+    [("m", [2, 150]), ("metres", [2, 150]), ("cm", [0.02, 1.5]), ("km", [2000, 150_000])],
+)
+def test_heights_and_depths_are_in_metres_whatever_their_units_in_the_data(name, units, metres):
+    weather = weather_file()[["z"]].rename(level=name)
+    weather = weather.assign_coords({name: [2.0, 150.0]})
+    weather[name].attrs |= {"standard_name": name, "units": units}
+    forecast = forecast_of(weather, ["z_2", "z_150"])
+    np.testing.assert_allclose([forecast[name], forecast[f"{name}_2"]], metres)
+    assert forecast[name].attrs["units"] == "m"
+    # as from a file of the same levels in m
+    same = weather.assign_coords({name: (name, metres, weather[name].attrs | {"units": "m"})})
+    for label, z in zip(("2", "150"), fields_of(same).keys.values(), strict=True):
+        assert fields_of(weather).keys[f"z_{label}"].matches(z)
+
+
+def test_a_height_in_other_units_is_in_its_variable_only():
+    weather = weather_file()[["t2m"]].assign_coords(height=500.0)
+    weather.height.attrs |= {"standard_name": "height", "units": "ft"}
+    forecast = forecast_of(weather, ["t2m"])
+    assert "height" not in forecast.coords
+    assert forecast.t2m.attrs["level"] == "500 ft"
+
+
+def test_a_variable_keeps_its_name_where_a_coordinate_or_another_variable_would_get_it():
+    weather = weather_file()
+    weather.level.attrs |= {"standard_name": "height", "units": "m"}
+    weather = weather.rename({"t2m": "z-500", "tp": "height"})
+    forecast = forecast_of(weather, ["z-500", "z_500", "height"])
+    values = {name: float(array[0, 0, 0]) for name, array in forecast.data_vars.items()}
+    assert values == {"z_500_2": 0, "z_500": 1, "height": 2}
+    assert forecast.z_500_2.attrs["long_name"] == "z-500"
+    assert forecast.z_500.attrs["coordinates"].endswith(" height_2")
+    assert forecast.height_2 == 500
+
+
 def test_a_file_of_two_times_is_enough_to_start_from_the_latest(trained, start):
     weather_file().isel(time=slice(-2, None)).to_netcdf("now.nc")
     start(rollout, *ROLLOUT, "start=latest", "data.path=now.nc")
@@ -229,6 +274,7 @@ def test_several_starts_are_in_one_file(trained, start):
     with (
         xarray.open_dataset("forecast/rollout.nc", decode_timedelta=False) as forecast,
         xarray.open_dataset("single/rollout.nc") as single,
+        xarray.open_dataset("forecast/rollout.nc", decode_coords=False) as raw,
     ):
         dims = ("forecast_reference_time", "lead_time", "latitude", "longitude")
         assert forecast.t2m.dims == dims
@@ -237,6 +283,7 @@ def test_several_starts_are_in_one_file(trained, start):
         hours = np.array([6, 12, 18]) * np.timedelta64(1, "h")
         assert np.array_equal(forecast.time, starts[:, None] + hours)
         assert np.array_equal(forecast.t2m[1], single.t2m)
+        assert raw.t2m.attrs["coordinates"] == "time"
 
 
 def test_a_forecast_into_no_folder_is_refused_before_it_is_made(tmp_path):

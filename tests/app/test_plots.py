@@ -211,6 +211,15 @@ def test_long_names_run_into_nothing_and_no_cell_is_empty(losses):
     assert labels.count("sea_surface_temperature\n[kg m**-2]") == 2
 
 
+def test_a_title_names_the_variable_whose_error_chose_the_sample(splits):
+    data = TwoVariables(splits.test)
+    panel = Figure(figsize=(13, 8.4)).subfigures(1, 1)
+    scores = [Score("model", "w", "g/kg", 12.0, 3, 0.1, 0.0)]
+    _draw_forecast_panel(panel, MapImage(data.nodes), data, 0, data.truth(0), scores, None, 1)
+    title = " ".join(panel._suptitle.get_text().split())
+    assert title == "w, water, a title (test sample of median error in q)"
+
+
 def test_variables_that_are_plotted_are_the_first_three_unless_chosen():
     data = SimpleNamespace(variables=("a", "b", "c", "d"))
     assert chosen_variables(data, None) == [0, 1, 2]

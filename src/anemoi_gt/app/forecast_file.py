@@ -116,14 +116,15 @@ def describe_forecast(
                 if level.kind in VERTICAL and level.value is not None:
                     place = (level.kind, level.value)
                     if place not in vertical:
-                        vertical[place] = _distinct_name(level.kind, coordinates)
+                        taken = {*coordinates, *dataset.variables}
+                        vertical[place] = _distinct_name(level.kind, taken)
                         coordinates[vertical[place]] = ((), level.value, VERTICAL[level.kind])
                     own.append(vertical[place])
         if own:  # otherwise xarray names all scalar coordinates for all variables
             attributes["coordinates"] = " ".join(own)
         if mapping is not None:
             attributes["grid_mapping"] = mapping[0]
-        written = _distinct_name(name, variables)
+        written = _distinct_name(name, {*variables, *dataset.variables} - {name})
         if written != name:
             described = attributes.get("long_name")
             attributes["long_name"] = name if described is None else f"{described} ({name})"
@@ -152,6 +153,9 @@ def join_starts(forecasts: "Sequence[xarray.Dataset]") -> "xarray.Dataset":
         compat="override",
     )
     del joined.time.attrs["axis"]  # which is of the start now
+    for variable in joined.data_vars.values():  # start and lead time are dimensions now
+        others = [name for name in variable.attrs["coordinates"].split() if name not in joined.dims]
+        variable.attrs["coordinates"] = " ".join(["time", *others])
     joined.attrs["title"] = f"{len(forecasts)} forecasts, {first.attrs['title']} and later starts"
     return joined
 

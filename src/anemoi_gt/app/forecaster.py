@@ -95,8 +95,9 @@ class Forecaster:
             self._model = model.to(self._device).eval()
         with cpu_threads(training.threads):
             forecast = forecast_members(self._model, dataset, range(len(dataset)), steps)
-        # as if it had been read from a file: dates in place of hours since the start
-        return import_extra("xarray", "xarray").decode_cf(forecast)
+        # as if it had been read from a file: dates in place of seconds, but no durations, which
+        # older versions of xarray make of wave periods in seconds, and of lead times
+        return import_extra("xarray", "xarray").decode_cf(forecast, decode_timedelta=False)
 
 
 def forecast_members(

@@ -118,8 +118,8 @@ def _draw_forecast_panel(
         corner = grid[1, 0].subgridspec(2, 1, height_ratios=(3, 2))
         _draw_loss(figure.add_subplot(corner[0]), losses)
         _draw_scores(figure.add_subplot(corner[1]), scores_of_variable)
-    title = f"{_caption(dataset, v)}, {dataset.title(sample)} (test sample of median error)"
-    _draw_title(figure, title)
+    start = f"{_caption(dataset, v)}, {dataset.title(sample)}"
+    _draw_title(figure, f"{start} (test sample of median error in {dataset.variables[0]})")
 
 
 def draw_rollout_plot(
@@ -179,8 +179,8 @@ def _draw_rollout_panel(
         ax.label_outer()
     _draw_growth(figure.add_subplot(grid[:, -1]), dataset, scores, v)
     start = f"{_caption(dataset, v)}, {dataset.title(sample)}"
-    title = f"Rollout: {start}, continued (test sample of median error at the last lead time)"
-    _draw_title(figure, title)
+    chosen = f"test sample of median error in {dataset.variables[0]} at the last lead time"
+    _draw_title(figure, f"Rollout: {start}, continued ({chosen})")
 
 
 def _caption(dataset: ForecastDataset, v: int) -> str:

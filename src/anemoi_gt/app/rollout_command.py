@@ -56,7 +56,7 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], None]:
         for dataset, samples in chosen:
             with cpu_threads(run.training.threads):
                 forecasts.append(forecast_members(run.model, dataset, samples, config.steps))
-            log.info("%s, %d steps", dataset.title(samples[0]), config.steps)
+            log.info("%s", forecasts[-1].attrs["title"])
         write_forecast(path, join_starts(forecasts))
         log.info("written: %s", path)
 

@@ -44,7 +44,6 @@ from anemoi_gt.app.datasets.forecast_dataset import (
     Splits,
     Step,
     find_start,
-    starts_in_training,
 )
 from anemoi_gt.app.datasets.physical import PhysicalInputs, day_angle, year_angle
 from anemoi_gt.app.datasets.readers import READERS, read_files
@@ -311,9 +310,10 @@ class FieldDataset(ForecastDataset):
     def as_training_samples(self) -> "FieldDataset":
         """Return the same samples; their mean is a baseline, also for other periods.
 
-        Not of a trained model on other data: checkpoints hold its training periods since 0.5.0.
+        Not of a trained model, if these are other samples than its own: checkpoints hold the
+        training periods since 0.5.0.
         """
-        is_other = self.trained_periods and starts_in_training(self)[0] == 0
+        is_other = self.trained_periods and set(self.periods()) != set(self.trained_periods)
         if len(self) == 0 or is_other:
             return self
 

@@ -41,7 +41,8 @@ class Level(NamedTuple):
     """A vertical level or layer, or the position along another dimension but grid and time.
 
     `kind` is one of `KINDS` or the name of the file for it, "" if the file says nothing. `value` is
-    in hPa for pressure, otherwise as in the file, text or a number; None if the kind has no value.
+    in hPa for pressure, in m for heights and depths, otherwise as in the file, text or a number;
+    None if the kind has no value.
     `label` is the value as the file has it, for names, and `text` describes the level, with its
     units. `bottom` is the second surface of a layer.
     """
