@@ -12,7 +12,8 @@ import torch.distributed as dist
 from anemoi_gt import EncoderProcessorDecoder, KernelConfig
 from anemoi_gt.app.datasets.sphere_advection import sphere
 from anemoi_gt.app.train_command import checkpoint_to_resume
-from anemoi_gt.app.training import Trainer, TrainingConfig
+from anemoi_gt.app.training import Trainer, TrainingConfig, run_files
+from anemoi_gt.app.training.loggers import open_metrics
 from anemoi_gt.app.training.progress import Stopped
 from anemoi_gt.app.training.run_folder import TORCHRUN
 from anemoi_gt.app.training.sharded import (
@@ -113,6 +114,11 @@ def losses_of(records):
     return [(record["split"], record["step"], record["loss"]) for record in records or []]
 
 
+def rates_of(records):
+    """Return the learning rates of the records of training steps."""
+    return [record["learning_rate"] for record in records or [] if record["split"] == "train"]
+
+
 @on_all_ranks
 def a_signal_to_one_rank_stops_all_and_the_run_has_the_losses_of_one_device_on_another_mesh(
     group, verdict
@@ -159,6 +165,31 @@ def a_signal_to_one_rank_stops_all_and_the_run_has_the_losses_of_one_device_on_a
             for name, parameter in best.named_parameters():
                 expected_shape = model.get_parameter(name).shape
                 verdict.same(f"shape of {name}", parameter.shape, expected_shape)
+
+
+@on_all_ranks
+def a_run_that_continues_with_more_steps_has_the_records_of_one_device(group, verdict):
+    with without_default_device():
+        folder = shared_folder(group)
+        for path in (folder / "one", folder / "sharded"):
+            path.mkdir(exist_ok=True)
+        expected = []
+        if is_first():
+            for steps in (2, 4):
+                trainer = Trainer(*make_parts(folder / "one", steps=steps))
+                if steps == 4:
+                    trainer.load_state_dict(run_files.load_checkpoint(folder / "one" / "last.pt"))
+                with open_metrics(trainer) as metrics:
+                    trainer.fit(metrics)
+            expected = metrics.records
+        records = None
+        for steps in (2, 4):
+            parts = make_parts(folder / "sharded", steps=steps)
+            trainer, shard = make_sharded(mesh_of(1, dist.get_world_size()), *parts)
+            records = fit_sharded(trainer, shard, resume=steps == 4)
+        same_losses(verdict, "continued", losses_of(records), losses_of(expected))
+        rates, expected_rates = rates_of(records), rates_of(expected)
+        verdict.same("learning rates", rates, expected_rates)
 
 
 @on_all_ranks

@@ -177,6 +177,16 @@ class CUDAGraphedStep:
             parameter.grad = gradient
 
 
+def changes_buffers(module: nn.Module) -> bool:
+    """Return whether this is a module of PyTorch or PyG with buffers, which a pass may change.
+
+    The passes before a capture would, too: a batch norm would count the first batch `WARM_UP` more
+    times in its running means.
+    """
+    is_upstream = type(module).__module__.startswith(("torch.nn.", "torch_geometric."))
+    return is_upstream and any(buffer is not None for buffer in module._buffers.values())
+
+
 def _address(parameter: Any) -> int:
     """Return the address of a parameter's data, of a DTensor that of its part on this rank."""
     is_part = hasattr(parameter, "to_local")

@@ -146,16 +146,35 @@ def test_with_other_validation_dates_the_best_weights_are_chosen_again(trainer, 
     assert load_checkpoint(best)["best_loss"] == min(losses[1:])  # the first is of the former dates
 
 
-def test_a_run_that_ended_between_its_last_and_its_best_checkpoint_writes_the_best_one(trainer):
-    whole = trainer("whole", steps=3)
+@pytest.mark.parametrize("valid_every", [2, 3])
+def test_a_run_that_ended_between_its_last_and_its_best_checkpoint_writes_the_best_one(
+    trainer, valid_every
+):
+    whole = trainer("whole", steps=3, valid_every=valid_every)
     fit(whole)
-    ended = trainer("ended", steps=3)
+    ended = trainer("ended", steps=3, valid_every=valid_every)
     fit(ended)
-    (ended.folder / "best.pt").unlink()  # the last step is the best one
-    fit(load(trainer("ended", steps=3)))
-    assert_same(
-        load_checkpoint(ended.folder / "best.pt"), load_checkpoint(whole.folder / "best.pt")
-    )
+    best = ended.folder / "best.pt"  # the last step is the best one
+    if valid_every == 3:
+        best.unlink()
+    else:
+        save_checkpoint(best, load_checkpoint(best) | {"step": 2, "best_loss": 9.0})
+    fit(load(trainer("ended", steps=3, valid_every=valid_every)))
+    assert_same(load_checkpoint(best), load_checkpoint(whole.folder / "best.pt"))
+
+
+def test_weights_of_a_later_step_are_not_saved_as_the_best_ones_of_a_lost_file(trainer, caplog):
+    stop(trainer("run"), after=5)  # validated at steps 2 and 4
+    continued = trainer("run")
+    best = continued.folder / "best.pt"
+    best.unlink()
+    state = load_checkpoint(continued.folder / "last.pt") | {"best_loss": 0.0}
+    with caplog.at_level("INFO"):
+        continued.load_state_dict(state)
+    assert "has lost the best weights of the run: best.pt starts again" in caplog.text
+    records = fit(continued)
+    assert load_checkpoint(best)["step"] == 6
+    assert load_checkpoint(best)["best_loss"] == records[-1]["loss"]
 
 
 def test_a_finished_run_takes_no_step_when_it_is_continued(trainer):

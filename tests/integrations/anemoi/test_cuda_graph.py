@@ -322,9 +322,23 @@ def check_compiled(graph, mode):
     """Check steps of a module whose processor was compiled with a mode, which compiles nothing yet."""
     module = Forecaster(graph)
     module.model.processor.compile(mode=mode)
+    check_module(module)
+
+
+def check_module(module):
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     check_capturable(trainer, module, capture_in_place, "launch them")
     anemoi.capture_step(print, module.model, capture_in_place)
+
+
+def test_running_means_that_the_passes_before_a_capture_would_change_are_refused(graph):
+    module = Forecaster(graph)
+    module.model.head = nn.Sequential(nn.BatchNorm1d(3))
+    message = "must have no buffers .*, got BatchNorm1d in model.head.0: launch them"
+    with pytest.raises(ValueError, match=message):
+        check_module(module)
+    module.model.head = nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False))
+    check_module(module)
 
 
 @pytest.mark.parametrize("mode", ["max-autotune", "reduce-overhead"])

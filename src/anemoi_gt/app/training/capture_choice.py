@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from anemoi_gt.app.training.config import TrainingConfig
 from anemoi_gt.nn import GraphTransformerBaseBlock
 from anemoi_gt.nn.plain import has_global_hooks, has_hooks, qualified_name
+from anemoi_gt.replay.cuda_graph import changes_buffers
 
 log = logging.getLogger(__name__)
 
@@ -100,8 +101,7 @@ def unknown_code_reason(model: nn.Module, step_class: type) -> str | None:
             return _runs_once(f"the Python code of {path}")
         if has_hooks(part):
             return _runs_once(f"hooks of {path}")
-        has_buffers = any(buffer is not None for buffer in part._buffers.values())
-        if has_buffers and not kind.__module__.startswith("anemoi_gt."):
+        if changes_buffers(part):
             return (
                 f"the passes before a capture would change the buffers of {path}; if they are "
                 "constant, set training.cuda_graph=true"

@@ -271,10 +271,10 @@ class ShardedTrainingStep(TrainingStep):
         return super().state_dict() | {"optimizer": by_name}
 
     def load_state_dict(self, state: dict) -> None:
-        by_name = state["optimizer"]
-        super().load_state_dict(state | {"optimizer": self.optimizer.state_dict()})
         with implicit_replication():  # as for a `state_dict`
-            set_optimizer_state_dict(self.model, self.optimizer, by_name)
+            set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+        # afterwards, because it sets the learning rate, which the optimiser's state holds too
+        super().load_state_dict(state | {"optimizer": self.optimizer.state_dict()})
 
 
 def average_local_shards(

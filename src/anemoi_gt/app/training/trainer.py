@@ -172,8 +172,8 @@ class Trainer:
 
         `state` is a result of `load_checkpoint`. If `best.pt` in the folder is not as good as the
         state says, because the run ended before it was written, `fit` writes it from this state.
-        If `data.valid` is another one than in the config of the state, the next validation is the
-        first of its samples and writes `best.pt`.
+        If `data.valid` is another one than in the config of the state, or the `best.pt` of an
+        earlier validation is missing, the next validation writes `best.pt`.
         Raises ValueError if the state lacks an entry, its weights belong to another model, or
         `best.pt` is damaged.
         """
@@ -184,10 +184,18 @@ class Trainer:
             )
         self.step.load_state_dict(state)
         self.best_loss = state["best_loss"]
-        self._lacks_best = self.best_loss < self._read_best_loss(self.folder / BEST)
+        best_loss = self._read_best_loss(self.folder / BEST)
+        self._lacks_best = self.best_loss < best_loss
+        # A run that has only validated once may have ended before it wrote its first best.pt.
+        had_best = self.step.global_step > self.config.valid_every
         former, now = (_valid_of(config) for config in (state["config"], self.description))
+        reason = None
         if former != now:
-            log.info("data.valid was %s and is %s: best.pt starts again with it", former, now)
+            reason = f"data.valid was {former} and is {now}"
+        elif self._lacks_best and best_loss == math.inf and had_best:
+            reason = f"{self.folder} has lost the best weights of the run"
+        if reason is not None:
+            log.info("%s: best.pt starts again with the next validation", reason)
             self.best_loss, self._lacks_best = math.inf, False
         self._meter.load_state_dict(state["pending"])
         self._generators = state["generators"]

@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anemoi_gt.replay.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph
+from anemoi_gt.replay.cuda_graph import (
+    Capture,
+    CUDAGraphedStep,
+    capture_cuda_graph,
+    changes_buffers,
+)
 
 Slot = tuple[dict, Any]  # a dictionary, such as `vars` of a module, and a key
 _NOTHING = object()
@@ -47,8 +52,8 @@ def capture_step(
     ------
     ValueError
         If the module is not on a GPU, or a submodule is compiled to replay CUDA graphs of its own,
-        as with mode "max-autotune"; at a call, if a batch has other shapes or dtypes than the
-        first, or if layers with dropout are checkpointed.
+        as with mode "max-autotune", or changes its buffers, as a batch norm; at a call, if a batch
+        has other shapes or dtypes than the first, or if layers with dropout are checkpointed.
 
     Examples
     --------
@@ -61,7 +66,7 @@ def capture_step(
     """
     device = next(module.parameters()).device
     check_device(device, capture)
-    check_compiled(module, "call the function itself")
+    check_submodules(module, "call the function itself")
     indices = indices_on_device(module, device)
     return CUDAGraphedStep(
         replaced_values(indices)(function),
@@ -80,12 +85,19 @@ def check_device(device: torch.device, capture: Capture) -> None:
         )
 
 
-def check_compiled(module: nn.Module, remedy: str) -> None:
-    """Raise ValueError if a submodule was compiled to replay CUDA graphs of its own.
+def check_submodules(module: nn.Module, remedy: str) -> None:
+    """Raise ValueError if a submodule was compiled to replay CUDA graphs, or changes its buffers.
 
-    PyTorch's modes "max-autotune" and "reduce-overhead" do that; such replays cannot be captured.
+    PyTorch's modes "max-autotune" and "reduce-overhead" replay graphs of their own, which cannot be
+    captured. For buffers, see `changes_buffers`.
     """
     for name, submodule in module.named_modules():
+        if changes_buffers(submodule):
+            raise ValueError(
+                "a step that is captured in a CUDA graph must have no buffers that the passes "
+                f"before the capture would change, got {type(submodule).__name__} in {name}: "
+                f"{remedy}"
+            )
         # Module.compile keeps its function among them; get_compiler_config is PyTorch's own
         for value in vars(submodule).values():
             read_config = getattr(value, "get_compiler_config", None)

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_map_only
 
 from anemoi_gt.distributed.gradients import average_gradients
 from anemoi_gt.integrations.anemoi.captured_step import (
-    check_compiled,
     check_device,
+    check_submodules,
     indices_on_device,
     replaced_values,
     slots_of,
@@ -251,7 +251,7 @@ def check_capturable(
             f"got true: set it to false, or {remedy}"
         )
     check_device(strategy.root_device, capture)
-    check_compiled(module, remedy)
+    check_submodules(module, remedy)
 
 
 def _tensors_of_loss(module: LightningModule) -> list[tuple[dict, Any]]:
