@@ -117,8 +117,9 @@ def optimizer_step(
     scaler : GradScaler, optional
         The scaler that scaled the loss. If a gradient of any rank is not finite, all ranks skip the
         step and keep the same scale; they would diverge if each rank unscaled its own gradients.
-        Call only `scaler.scale` yourself. With a scaler, this function synchronises with the
-        device. Without, or disabled, the step is always taken, even with NaN.
+        Call only `scaler.scale` yourself, and give each optimiser a scaler of its own, whose scale
+        this function updates. With a scaler, this function synchronises with the device. Without,
+        or disabled, the step is always taken, even with NaN.
 
     Returns
     -------

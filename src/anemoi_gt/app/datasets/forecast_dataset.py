@@ -54,6 +54,8 @@ class ForecastDataset(Dataset, ABC):
     index (except `__len__`). It also implements `reference` if the change is not relative to the
     present, `advance` to support rollouts, `start_time` if samples have dates, and `normalisation`
     and `normalised_by` if inputs are normalised by statistics, so that checkpoints store them.
+    Random samples, such as noise on the inputs, are drawn from a generator seeded by the index: the
+    global generators have the same state on all ranks.
 
     Attributes
     ----------

@@ -34,7 +34,10 @@ def progress_bar(steps: int, done: int, **options: Any) -> "tqdm":
 
 
 class Meter:
-    """Mean loss and speed since the last reading; only reading synchronises with the device."""
+    """Mean loss and speed since the last reading; only reading synchronises with the device.
+
+    Validations and checkpoints since then count in the time.
+    """
 
     def __init__(self, device: torch.device):
         self._device = device
