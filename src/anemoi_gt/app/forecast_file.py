@@ -40,7 +40,12 @@ LATITUDE = {"standard_name": "latitude", "long_name": "latitude", "units": "degr
 LONGITUDE = {"standard_name": "longitude", "long_name": "longitude", "units": "degrees_east"}
 # Encoded by hand, because xarray would write units with a T, which not every tool reads.
 CALENDAR = {"units": "seconds since 1970-01-01 00:00:00", "calendar": "standard"}
-TIME = {"standard_name": "time", "long_name": "valid time", "axis": "T"} | CALENDAR
+TIME = {
+    "standard_name": "time",
+    "long_name": "valid time",
+    "comment": "of sums and means, the end of the interval",
+    "axis": "T",
+} | CALENDAR
 START = {
     "standard_name": "forecast_reference_time",
     "long_name": "start of the forecast",

@@ -118,8 +118,8 @@ def _draw_forecast_panel(
         corner = grid[1, 0].subgridspec(2, 1, height_ratios=(3, 2))
         _draw_loss(figure.add_subplot(corner[0]), losses)
         _draw_scores(figure.add_subplot(corner[1]), scores_of_variable)
-    start = f"{_caption(dataset, v)}, {dataset.title(sample)}"
-    _draw_title(figure, f"{start} (test sample of median error in {dataset.variables[0]})")
+    chosen = f"test sample of median error in {dataset.variables[0]}"
+    _draw_title(figure, f"{_caption(dataset, v)}, {dataset.title(sample)} ({chosen})")
 
 
 def draw_rollout_plot(
@@ -282,7 +282,7 @@ def _draw_growth(axes: "Axes", dataset: ForecastDataset, scores: list[Score], v:
     axes.set(
         xlabel="lead time [h]",
         ylabel=with_units("RMSE", dataset.units[v]),
-        title="all test samples",
+        title="test samples with a truth",
     )
     axes.legend(frameon=False)
 

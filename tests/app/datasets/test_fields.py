@@ -346,6 +346,31 @@ def test_a_constant_with_a_time_dimension_is_a_forcing_without_time(tmp_path, na
     assert train.advance(last, [train.truth(last)] * 90).truth is None  # beyond the end of the file
 
 
+@pytest.mark.parametrize("from_state", [None, 33, 39])
+def test_a_constant_of_the_training_that_changes_later_is_named(from_state, tmp_path, caplog):
+    weather = weather_file()
+    weather["ice"] = weather.lsm.expand_dims(time=TIMES).copy()
+    weather["lsm"] = weather.lsm.expand_dims(time=TIMES)
+    if from_state is not None:
+        weather.ice[from_state:] += 1
+    weather.to_netcdf(tmp_path / "ice.nc")
+    expected = f"change in {tmp_path / 'ice.nc'}, and never in the training samples: ice; "
+    with caplog.at_level("WARNING", "anemoi_gt"):
+        splits = field_data(str(tmp_path / "ice.nc"))
+        assert splits.train.constants == ("ice", "lsm")
+        assert (expected in caplog.text) == (from_state is not None)
+        caplog.clear()
+        field_data(str(tmp_path / "ice.nc"), schema=splits.train.schema())
+        assert (expected in caplog.text) == (from_state is not None)
+        caplog.clear()
+        now = weather.isel(time=slice(-1, None))  # a forecast from these: nothing to compare
+        now.to_netcdf(tmp_path / "now.nc")
+        schema = field_data(str(tmp_path / "ice.nc"), input_steps=1).train.schema()
+        caplog.clear()
+        field_data(str(tmp_path / "now.nc"), input_steps=1, schema=schema)
+        assert "training samples" not in caplog.text
+
+
 def test_a_variable_that_is_constant_in_the_control_only_is_no_constant(tmp_path):
     weather = ensemble(weather_file()[["t2m", "lsm"]])
     weather["pattern"] = (weather.t2m - 280) * weather.number  # perturbations, 0 in the control

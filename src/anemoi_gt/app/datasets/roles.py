@@ -58,6 +58,7 @@ def choose_roles(fields: Fields, chosen: ChosenRoles, period: np.ndarray) -> tup
     if constants:
         names = ", ".join(constants)
         log.info("inputs that never change, taken as forcings without time: %s", names)
+        warn_of_changes(fields, constants, np.ones_like(period))
         fields = fields.with_static(constants)
     if forcings is None:
         forcings = sorted(fields.static - set(forecast))
@@ -164,7 +165,22 @@ def roles_of_schema(
     roles = Roles(tuple(variables), tuple(diagnostics), tuple(forcings))
     forecast = [*roles.variables, *roles.diagnostics]
     check_names([*forecast, *forcings], forecast, fields.readers, fields.static)
+    ends = np.zeros(len(fields.times), dtype=bool)
+    ends[[0, -1]] = True  # all would take minutes of a large file, before each forecast
+    warn_of_changes(fields, constants, ends)
     return fields.with_static(constants), roles
+
+
+def warn_of_changes(fields: Fields, constants: Sequence[str], period: np.ndarray) -> None:
+    """Warn of constants of the training samples that change at times of a period [T] bool."""
+    unchanged = find_constants(fields, constants, period)
+    changing = [name for name in constants if name not in unchanged]
+    if changing and period.sum() > 1:
+        log.warning(
+            "inputs that change in %s, and never in the training samples: %s; forecasts from all "
+            "dates have their values at the first time",
+            *(fields.source, ", ".join(changing)),
+        )
 
 
 def find_constants(fields: Fields, names: Iterable[str], period: np.ndarray) -> list[str]:
