@@ -83,6 +83,7 @@ PATCHES = {
     (TRANSFORMER_MAPPER_BLOCK, "forward"): blocks.transformer_mapper_block,
     (SDPA, "forward"): transformer_attention.sdpa_wrapper,
     (FLASH, "__init__"): transformer_attention.flash_wrapper,
+    (FLASH, "forward"): transformer_attention.flash_attention,
     (ENCODER, "pre_process"): mappers.pre_process,
     (DECODER, "pre_process"): mappers.pre_process,
     (DECODER, "post_process"): mappers.post_process,
@@ -363,7 +364,7 @@ def swap_layers(
     for block in report.blocks_of(model):
         SETTINGS.choose(block, settings)
     for module in model.modules():
-        if isinstance(module, (Upstream.network, find(*SDPA))):
+        if isinstance(module, (Upstream.network, find(*SDPA), find(*FLASH))):
             SETTINGS.choose(module, settings)
     return model
 
