@@ -216,7 +216,8 @@ def install(
     activation_checkpointing : {None, "none", "full"} or mapping
         Save everything ("none") or the inputs of each chunk ("full") for the backward pass, for all
         components or by "encoder", "processor" and "decoder". None follows the
-        `gradient_checkpointing` of Anemoi's config, as does anemoi-models before 0.12.1.
+        `gradient_checkpointing` of Anemoi's config, as do all in anemoi-models before 0.12.1, which
+        is logged.
     keep_hidden : bool
         Keep the hidden layer [N, K] of fused feed-forward sub-layers for the backward pass. False
         computes it again there, with the same bits: less memory than no activation checkpointing
@@ -259,6 +260,13 @@ def install(
             version("anemoi-models"),
             settings,
         )
+        replaced = {name for _, name in _upstream}
+        if settings.checkpointing is not None and "maybe_checkpoint" not in replaced:
+            log.warning(
+                "activation_checkpointing has no effect in anemoi-models %s: its components follow "
+                "their gradient_checkpointing",
+                version("anemoi-models"),
+            )
     SETTINGS.everywhere = settings
     return installation
 
