@@ -199,7 +199,8 @@ def install(
         `auto`, which logs the reason once, and raise with a named backend; both in eager and in
         compiled code.
     precision : {None, "fp32", "bf16", "fp16"}
-        As in `anemoi_gt.KernelConfig`; None follows autocast.
+        As in `anemoi_gt.KernelConfig`, of the attention; None follows autocast. With a precision,
+        graph networks are left to Anemoi's own code.
     fusion : {"auto", "none", "attention", "sublayers"}
         What is fused. "none" replaces the attention and embeds every edge, as Anemoi does.
         "attention" fuses the embedding of edges into it, so that a tensor of edges x heads x
