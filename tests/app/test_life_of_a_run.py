@@ -57,6 +57,18 @@ def test_a_run_is_resumed_by_nothing_but_its_folder_and_with_more_steps(begun, s
     start(train, *SMALL_RUN, "training.steps=6", "resume=true", f"hydra.run.dir={begun}")
 
 
+def test_a_resumed_run_plots_the_variables_that_it_was_started_with(workdir, start):
+    def plots():
+        return OmegaConf.load("run/.hydra/config.yaml").plots.variables
+
+    run = ("resume=true", "hydra.run.dir=run")
+    start(train, *SMALL_RUN, "hydra.run.dir=run", "plots.variables=[tp,t2m]")
+    start(train, *run)
+    assert plots() == ["tp", "t2m"]
+    start(train, *run, "plots.variables=[t2m]")
+    assert plots() == ["t2m"]
+
+
 def test_a_continued_run_refuses_fewer_steps_and_another_model(begun, start, error_line):
     arguments = ("resume=true", f"hydra.run.dir={begun}")
     error = error_line(start, train, *arguments, "training.steps=3")

@@ -237,14 +237,20 @@ def test_a_config_that_ranks_cannot_share_is_refused_before_anything_is_built(fo
     assert f"ValueError: {message}" in output[output.index("Root Cause") :], output
 
 
-def test_one_process_cannot_divide_a_model(monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["sharding=edges", "sharding.model=2"], "sharding=edges"),
+        (["sharding.parameters=true"], "sharding.parameters=true"),
+    ],
+    ids=["model", "parameters"],
+)
+def test_one_process_cannot_divide_a_model_or_its_parameters(monkeypatch, options, named):
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     with initialize_config_module("anemoi_gt.configs", version_base="1.3"):
-        config = compose("train", ["sharding=edges", "sharding.model=2"])
-    with pytest.raises(
-        ValueError, match="sharding=edges must be started on several ranks: torchrun"
-    ):
+        config = compose("train", options)
+    with pytest.raises(ValueError, match=f"^{named} must be started on several ranks: torchrun"):
         train.prepare(config)
 
 

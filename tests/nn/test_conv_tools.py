@@ -112,6 +112,14 @@ def test_layer_warns_of_per_edge_messages_only_while_a_hook_is_active(data):
     assert torch.equal(conv(x, edge_index, edge_attr), expected)
 
 
+@pytest.mark.parametrize("precision", ("fp32", "bf16", "fp16"))
+def test_messages_say_that_a_precision_has_no_effect_on_them(data, precision):
+    conv = GraphTransformerConv(6, 4, edge_dim=DIM, config=KernelConfig(precision=precision))
+    conv.register_message_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match=f"messages in the dtype of its inputs, not '{precision}'"):
+        conv(*data)
+
+
 @pytest.mark.parametrize("backend", ("torch", "triton"))
 @pytest.mark.filterwarnings("ignore:GraphTransformerConv falls back to per-edge messages")
 def test_a_tool_that_watches_does_not_end_a_run_with_a_named_backend(data, backend):

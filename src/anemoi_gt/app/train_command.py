@@ -95,10 +95,12 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], float | None]:
                 "parts of the graph"
             )
         return partial(train_on_ranks, config)
-    if objects.instantiate(config.sharding).strategy != "none":
+    sharding = objects.instantiate(config.sharding)
+    if sharding.strategy != "none" or sharding.parameters:
+        option = "sharding.parameters=true" if sharding.parameters else "sharding=edges"
         raise ValueError(
-            f"sharding={config.sharding.strategy} must be started on several ranks: torchrun "
-            "--nproc-per-node=NUMBER -m anemoi_gt.train ..."
+            f"{option} must be started on several ranks: torchrun --nproc-per-node=NUMBER -m "
+            "anemoi_gt.train ..."
         )
     folder = hydra_app.output_folder()
     description = objects.describe(config)
@@ -373,8 +375,9 @@ def shared_config(config: "hydra_app.DictConfig", mesh: DeviceMesh) -> dict[str,
 def primary_config(arguments: list[str]) -> str:
     """Return the name of the primary config: `resume` to continue a run, otherwise `train`.
 
-    `resume` takes the config from the checkpoint, or from the folder if it has none; under
-    torchrun, with its sharding, unless the arguments select another. If the arguments select
+    `resume` takes the config from the checkpoint, or from the folder if it has none, and the choice
+    of plots from the folder; under torchrun, with its sharding, unless the arguments select
+    another. If the arguments select
     configs of groups, the primary config is `train`, and the composed config must equal the
     checkpoint's. Raises ValueError if `srun` has started several runs.
     """
@@ -383,17 +386,18 @@ def primary_config(arguments: list[str]) -> str:
     if not folder or hydra_app.argument_value(arguments, "resume") is not True:
         return "train"
     checkpoint = find_run(Path(folder) / LAST)
-    if checkpoint is None:
-        config = read_config(Path(folder))
-    else:
-        config = config_of(read_run(checkpoint), checkpoint)
+    former = read_config(Path(folder))
+    config = former if checkpoint is None else config_of(read_run(checkpoint), checkpoint)
     keys = {argument.lstrip("+~").split("=")[0].split("@")[0] for argument in arguments}
     if config is None or keys & set(GROUPS):
         return "train"
     kept = {key: config[key] for key in (*GROUPS, "init_from") if key in config}
     if is_launched() and config.get("sharding") and keys.isdisjoint(SHARDING):
         kept["sharding"] = config["sharding"]
-    hydra_app.store_config({"init_from": None} | kept)
+    plots = {"variables": None}
+    if former is not None:
+        plots |= former.get("plots", {})
+    hydra_app.store_config({"init_from": None, "plots": plots} | kept)
     return "resume"
 
 

@@ -48,8 +48,8 @@ class ShardingConfig:
     model : int
         Number of ranks that share one model; there are ranks / model replicas (data parallel).
     parameters : bool
-        Divide parameters, gradients, optimiser states and weight averages among all ranks
-        (`shard_parameters`): less memory, but slower steps.
+        Divide parameters, gradients, optimiser states and weight averages among all ranks: less
+        memory, but slower steps. Read by `anemoi-gt train`; your own loop calls `shard_parameters`.
     timeout : float
         Seconds after which a collective fails if a rank does not take part. It must exceed the time
         in which rank 0 builds graph and model, because the other ranks wait for it.

@@ -81,8 +81,8 @@ class GraphTransformerConv(MessagePassing):
     -----
     The attention of a destination without in-edges is 0. While a PyG explainer, a message hook or
     `torch.jit.trace` is active, the layer falls back to per-edge messages, as in PyG, with a
-    warning. It does so too if its `message`, `aggregate`, `update`, `propagate` or aggregation is
-    replaced; a named backend raises ValueError then.
+    warning; a precision has no effect on them. It does so too if its `message`, `aggregate`,
+    `update`, `propagate` or aggregation is replaced; a named backend raises ValueError then.
 
     Examples
     --------
@@ -382,8 +382,10 @@ class GraphTransformerConv(MessagePassing):
                 "x must have shape [N, F] while a layer falls back to per-edge messages, got a "
                 f"batch of {query.shape[0]}: {refusal.text}"
             )
+        precision = self.config.precision
+        dtype = "" if precision is None else f" in the dtype of its inputs, not {precision!r}"
         warnings.warn(
-            f"GraphTransformerConv falls back to per-edge messages: {refusal.text}",
+            f"GraphTransformerConv falls back to per-edge messages{dtype}: {refusal.text}",
             stacklevel=3,
         )
         size = (key.shape[0], query.shape[0])

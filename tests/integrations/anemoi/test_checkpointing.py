@@ -89,6 +89,16 @@ def test_modes_are_of_graph_networks_too(graph, component):
     assert results["full"][1] > results["none"][1]
 
 
+@pytest.mark.parametrize("mode", [None, "none", "full", {"decoder": "full"}], ids=str)
+def test_modes_are_logged_where_a_version_has_none(mode, monkeypatch, caplog):
+    for path in ("mapper", "processor"):  # before 0.12.1
+        monkeypatch.delattr(f"anemoi.models.layers.{path}.maybe_checkpoint")
+    with anemoi.install(activation_checkpointing=mode):
+        pass
+    is_logged = "activation_checkpointing has no effect in anemoi-models" in caplog.text
+    assert is_logged == (mode is not None)
+
+
 @pytest.mark.parametrize("mode", [None, "full"])
 def test_hooks_on_saved_tensors_may_copy_them(graph, expected, mode):
     """`save_on_cpu` and activation offloading copy them."""

@@ -179,6 +179,21 @@ def test_in_float32_blocks_are_left_to_anemoi():
     assert "16-bit autocast" in reason
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fusion", ["auto", "none", "attention", "sublayers"])
+def test_a_precision_is_refused_by_name_however_a_block_is_computed(kind, fusion):
+    block = make_block(kind)
+    with integration.install(precision="bf16", fusion=fusion):
+        run(block, kind)
+        _, reason = outcome_of(block)
+    assert "a precision is set" in reason
+    with (
+        integration.install(backend="triton", precision="bf16", fusion="sublayers"),
+        pytest.raises(ValueError, match="a precision is set"),
+    ):
+        run(block, kind)
+
+
 def test_an_embedding_is_fused_and_its_own_hooks_are_called():
     torch.manual_seed(0)
     mlp = MLP(5, 16, 16, load_layer_kernels(AUTOCAST), n_extra_layers=1)

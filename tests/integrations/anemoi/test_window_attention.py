@@ -337,17 +337,69 @@ def test_a_window_over_two_sets_of_nodes_is_left_to_anemoi(served, said):
     assert any("two sets of nodes" in message for message in said())
 
 
+IMPLEMENTATIONS = ("scaled_dot_product_attention", "flash_attention")
+
+
+def in_precision(implementation, *, swapped, **settings):
+    """Return the results of one attention under `install`, or of a block of `swap_layers`."""
+    with integration.install():
+        attention = attention_of(attention_implementation=implementation)
+        block = TransformerProcessorBlock(
+            num_channels=16,
+            hidden_dim=32,
+            num_heads=2,
+            window_size=5,
+            layer_kernels=load_layer_kernels(),
+            attention_implementation=implementation,
+        )
+    block.attention = attention
+    if swapped:
+        integration.swap_layers(block, **settings)
+        return results_of(attention, inputs())
+    with integration.install(**settings):
+        return results_of(attention, inputs())
+
+
+@pytest.mark.parametrize("swapped", (False, True), ids=("install", "swap_layers"))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("precision", ("bf16", "fp32"))
-def test_the_precision_is_that_of_install(precision):
-    attention = attention_of()
-    x = inputs()
-    expected = results_of(copy.deepcopy(attention), x)
-    with integration.install(precision=precision):
-        actual = results_of(attention, x)
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
+def test_the_precision_is_that_of_the_settings(precision, implementation, swapped):
+    expected = results_of(attention_of(), inputs())
+    actual = in_precision(implementation, swapped=swapped, precision=precision)
     assert actual["out"].dtype == torch.float64
     assert not torch.equal(actual["out"], expected["out"])
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
     assert_same_numbers(actual, expected, dtype)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_precision_is_that_of_the_settings_under_autocast(implementation):
+    query, key, value = (rows.float() for rows in draw(batch=1))
+    outputs = {}
+    for precision in (None, "fp32"):
+        with integration.install(precision=precision):
+            attention = attention_of(attention_implementation=implementation).attention
+            with torch.autocast("cpu", torch.bfloat16):
+                outputs[precision] = attention(query, key, value, 1, window_size=5)
+    assert outputs[None].dtype == torch.bfloat16
+    assert outputs["fp32"].dtype == torch.float32
+    assert (outputs[None] - outputs["fp32"]).abs().max() > 1e-3
+
+
+def test_flash_attn_computes_no_float32(said):
+    with integration.install():
+        attention = attention_of(attention_implementation="flash_attention")
+    stand_in = attention.attention.attention
+    attention.attention.attention = stand_in.function  # as flash-attn's is no stand-in
+    expected = results_of(attention, inputs())
+    with integration.install(precision="fp32"):
+        assert_same(results_of(attention, inputs()), expected)
+    assert any("precision 'fp32'" in message for message in said())
+    with (
+        integration.install(backend="torch", precision="fp32"),
+        pytest.raises(ValueError, match="flash-attn does not compute in precision 'fp32'"),
+    ):
+        results_of(attention, inputs())
 
 
 def test_autocast_and_checkpoints_give_the_numbers_of_anemoi():

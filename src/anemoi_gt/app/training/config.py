@@ -45,8 +45,8 @@ class TrainingConfig:
     device : {"auto", "cpu", "cuda"}
         `auto` uses a GPU if there is one.
     precision : {"32-true", "bf16-mixed", "16-mixed"}
-        Lightning's names: float32 throughout, or autocast to bfloat16, or to float16 with a scaled
-        loss.
+        Lightning's names, for training and validation: float32 throughout, or autocast to bfloat16,
+        or to float16 with a scaled loss. Scores and forecasts are computed without autocast.
     compile : bool
         Compile the blocks of the model by `torch.compile` for training: fewer kernels and less
         memory, for up to a minute of compilation in the first step. Results agree to rounding, and

@@ -44,6 +44,7 @@ from anemoi_gt.torch_compat import is_exporting
 EDGES = "edge update only"  # the edge update fused, the update of nodes by modules
 # The first layer multiplies E + N_src + N_dst rows, and that of modules 3 E.
 GATHERED = not_faster("Anemoi gathers more than two nodes for each edge of its rank")
+PRECISION = permanent("a precision is set, which is of attention: it computes in its own dtypes")
 # Networks of other models are modules of fused sub-layers, and a single hidden layer without a norm
 # gains little by itself.
 NOT_OF_GRAPH_NETWORK = not_faster("it has one hidden layer and no norm")
@@ -248,6 +249,8 @@ def _computation_of(
     """
     src, dst = nodes
     computation = computation_of(settings, dst)
+    if settings.config.precision is not None:  # logged, even where modules compute anyway
+        return PRECISION
     if isinstance(computation, Refusal):
         return computation
     ranks, size = call
@@ -260,8 +263,6 @@ def _computation_of(
         num_nodes = _num_nodes(ranks.src) + _num_nodes(ranks.dst)
         if num_nodes > 2 * edge_index.shape[1]:
             return GATHERED
-    if settings.config.precision is not None:
-        return permanent("the precision of the attention is set")
     return computation
 
 

@@ -83,6 +83,7 @@ PATCHES = {
     (TRANSFORMER_MAPPER_BLOCK, "forward"): blocks.transformer_mapper_block,
     (SDPA, "forward"): transformer_attention.sdpa_wrapper,
     (FLASH, "__init__"): transformer_attention.flash_wrapper,
+    (FLASH, "forward"): transformer_attention.flash_attention,
     (ENCODER, "pre_process"): mappers.pre_process,
     (DECODER, "pre_process"): mappers.pre_process,
     (DECODER, "post_process"): mappers.post_process,
@@ -198,7 +199,8 @@ def install(
         `auto`, which logs the reason once, and raise with a named backend; both in eager and in
         compiled code.
     precision : {None, "fp32", "bf16", "fp16"}
-        As in `anemoi_gt.KernelConfig`; None follows autocast.
+        As in `anemoi_gt.KernelConfig`, of the attention; None follows autocast. With a precision,
+        graph networks are left to Anemoi's own code.
     fusion : {"auto", "none", "attention", "sublayers"}
         What is fused. "none" replaces the attention and embeds every edge, as Anemoi does.
         "attention" fuses the embedding of edges into it, so that a tensor of edges x heads x
@@ -215,7 +217,8 @@ def install(
     activation_checkpointing : {None, "none", "full"} or mapping
         Save everything ("none") or the inputs of each chunk ("full") for the backward pass, for all
         components or by "encoder", "processor" and "decoder". None follows the
-        `gradient_checkpointing` of Anemoi's config, as does anemoi-models before 0.12.1.
+        `gradient_checkpointing` of Anemoi's config, as do all in anemoi-models before 0.12.1, which
+        is logged.
     keep_hidden : bool
         Keep the hidden layer [N, K] of fused feed-forward sub-layers for the backward pass. False
         computes it again there, with the same bits: less memory than no activation checkpointing
@@ -258,6 +261,13 @@ def install(
             version("anemoi-models"),
             settings,
         )
+        replaced = {name for _, name in _upstream}
+        if settings.checkpointing is not None and "maybe_checkpoint" not in replaced:
+            log.warning(
+                "activation_checkpointing has no effect in anemoi-models %s: its components follow "
+                "their gradient_checkpointing",
+                version("anemoi-models"),
+            )
     SETTINGS.everywhere = settings
     return installation
 
@@ -363,7 +373,7 @@ def swap_layers(
     for block in report.blocks_of(model):
         SETTINGS.choose(block, settings)
     for module in model.modules():
-        if isinstance(module, (Upstream.network, find(*SDPA))):
+        if isinstance(module, (Upstream.network, find(*SDPA), find(*FLASH))):
             SETTINGS.choose(module, settings)
     return model
 

@@ -2,8 +2,9 @@
 
 `SDPAAttentionWrapper` keeps a mask of all pairs of nodes; its attention is computed within the
 window instead. `FlashAttentionWrapper` needs flash-attn; where that cannot be imported, it gets the
-stand-in, and its own `forward` stays. Projections, norms of queries and keys, and the exchange of
-heads between ranks are those of Anemoi's `MultiHeadSelfAttention`.
+stand-in. Its own `forward` computes, in the precision of `install`, if there is one. Projections,
+norms of queries and keys, and the exchange of heads between ranks are those of Anemoi's
+`MultiHeadSelfAttention`.
 """
 
 from collections.abc import Callable
@@ -15,20 +16,22 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from anemoi_gt.integrations.anemoi import report
-from anemoi_gt.integrations.anemoi.settings import SETTINGS
+from anemoi_gt.integrations.anemoi.settings import SETTINGS, Settings
 from anemoi_gt.integrations.anemoi.upstream import replaces, wraps_any
 from anemoi_gt.integrations.anemoi.window_attention import Scores, Window, window_attention
 from anemoi_gt.integrations.anemoi.without_flash_attn import (
     flash_attn_2_stand_in,
     flash_attn_imports,
+    is_stand_in,
 )
 from anemoi_gt.nn.plain import ANEMOI_WINDOW, why_not_plain
-from anemoi_gt.ops.dtypes import DTYPES, autocast_dtype
+from anemoi_gt.ops.dtypes import DTYPES, autocast_dtype, without_autocast
 from anemoi_gt.refusal import Refusal, RefusalKind, permanent, transient
 from anemoi_gt.torch_compat import constant_when_traced, is_exporting
 
 MASK_ROWS = 512  # compared at a time
 MASKS = ("mask", "attn_mask")  # before 0.13, and since
+NO_FLOAT32 = permanent("flash-attn does not compute in precision 'fp32'")
 
 
 class Call(NamedTuple):
@@ -56,18 +59,23 @@ def sdpa_wrapper(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> Te
     if not torch.compiler.is_compiling():
         report.record_layer(self, window.text if isinstance(window, Refusal) else None)
     if isinstance(window, Refusal):
-        if settings.config.backend != "auto" and window.kind is RefusalKind.PERMANENT:
-            raise ValueError(
-                f"backend {settings.config.backend!r} cannot compute the attention of this "
-                f"transformer: {window.text}; backend 'auto' runs Anemoi's own code there"
-            )
-        report.warn_once(f"the attention of a transformer is left to Anemoi: {window.text}")
+        _leave_to_anemoi(settings, window)
         return upstream(self, *args, **kwargs)
     precision = settings.config.precision
     dtype = autocast_dtype(call.query) if precision is None else DTYPES[precision]
     query, key, value = (operand.to(dtype) for operand in (call.query, call.key, call.value))
     out = window_attention(query, key, value, window, Scores(dropout_p=call.dropout_p))
     return out if precision is None else out.to(call.query.dtype)
+
+
+def _leave_to_anemoi(settings: Settings, refusal: Refusal) -> None:
+    """Log why Anemoi's own code computes an attention; raise ValueError for a named backend."""
+    if settings.config.backend != "auto" and refusal.kind is RefusalKind.PERMANENT:
+        raise ValueError(
+            f"backend {settings.config.backend!r} cannot compute the attention of this "
+            f"transformer: {refusal.text}; backend 'auto' runs Anemoi's own code there"
+        )
+    report.warn_once(f"the attention of a transformer is left to Anemoi: {refusal.text}")
 
 
 def _window_of(wrapper: Any, call: Call) -> Window | Refusal:
@@ -147,3 +155,27 @@ def flash_wrapper(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> A
         return upstream(self, *args, **kwargs)
     with flash_attn_2_stand_in():
         return upstream(self, *args, **kwargs)
+
+
+@wraps_any
+def flash_attention(
+    upstream: Callable,
+    self: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """Compute the attention of `FlashAttentionWrapper` in the precision of the settings."""
+    settings = SETTINGS.of(self)
+    if settings is None or settings.config.precision is None:
+        return upstream(self, query, key, value, *args, **kwargs)
+    dtype = DTYPES[settings.config.precision]
+    if dtype == torch.float32 and not is_stand_in(self.attention):
+        _leave_to_anemoi(settings, NO_FLOAT32)
+        return upstream(self, query, key, value, *args, **kwargs)
+    operands = [operand.to(dtype) for operand in (query, key, value)]
+    with without_autocast(query.device.type):
+        out = upstream(self, *operands, *args, **kwargs)
+    return out.to(query.dtype)

@@ -180,6 +180,11 @@ def flash_attn_imports() -> bool:
     return False
 
 
+def is_stand_in(function: object) -> bool:
+    """Return whether a function stands in for one of flash-attn."""
+    return isinstance(function, _Named)
+
+
 class _StandIn(ModuleType):
     """A module in the place of one that is missing; the first use of a name is logged."""
 
