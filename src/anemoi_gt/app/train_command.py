@@ -377,9 +377,9 @@ def primary_config(arguments: list[str]) -> str:
 
     `resume` takes the config from the checkpoint, or from the folder if it has none, and the choice
     of plots from the folder; under torchrun, with its sharding, unless the arguments select
-    another. If the arguments select
-    configs of groups, the primary config is `train`, and the composed config must equal the
-    checkpoint's. Raises ValueError if `srun` has started several runs.
+    another. If the arguments select configs of groups, the primary config is `train`, and the
+    composed config must equal the checkpoint's. Raises ValueError if `srun` has started several
+    runs.
     """
     check_slurm_tasks(os.environ)
     folder = hydra_app.argument_value(arguments, "hydra.run.dir")

@@ -176,13 +176,20 @@ def test_swap_layers_asks_for_blocks_of_anemoi():
         integration.swap_layers(torch.nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize(
-    "switch",
-    (integration.install, lambda **options: integration.swap_layers(make_block(), **options)),
+def swap_block(**options):
+    return integration.swap_layers(make_block(), **options)
+
+
+SWITCHES = (
+    *((integration.install, name) for name in signature(integration.install).parameters),
+    *((swap_block, name) for name in list(signature(integration.swap_layers).parameters)[1:]),
 )
-def test_a_wrong_option_is_refused_before_anything_changes(switch):
-    with pytest.raises(ValueError, match="backend must be one of auto, triton, torch, got 'pyg'"):
-        switch(backend="pyg")
+
+
+@pytest.mark.parametrize(("switch", "option"), SWITCHES)
+def test_a_wrong_option_is_refused_before_anything_changes(switch, option):
+    with pytest.raises(ValueError, match=f"{option} must be .*'wrong'"):
+        switch(**{option: "wrong"})
     for block in BLOCKS:
         assert SETTINGS.is_empty
         assert block.forward.__code__.co_filename.endswith("block.py")

@@ -245,14 +245,16 @@ def install(
     The first installation and the end of the last one call `torch.compiler.reset`, because compiled
     code keeps the methods it was traced with. It is compiled again when called.
     """
+    checkpointing = None  # made first, because it refuses what is wrong
+    if activation_checkpointing is not None:
+        checkpointing = Checkpointing.of(activation_checkpointing)
     settings = _switch_on(
         KernelConfig(backend=backend, precision=precision, replay=replay),
         fusion=fusion,
         sharding=sharding,
         keep_hidden=keep_hidden,
     )
-    if activation_checkpointing is not None:
-        settings = replace(settings, checkpointing=Checkpointing.of(activation_checkpointing))
+    settings = replace(settings, checkpointing=checkpointing)
     installation = Installation(settings, before=SETTINGS.everywhere)
     if SETTINGS.everywhere != settings:  # Anemoi's configs install once for each component
         log.info(
