@@ -232,6 +232,35 @@ def test_another_method_of_message_passing_is_seen(role, name, where, monkeypatc
 
 
 @roles
+@pytest.mark.parametrize("name", rule.GENERATED)
+@pytest.mark.parametrize("where", ("instance", "class", "subclass"))
+def test_another_generated_method_is_seen_in_a_class_recognised_before_its_first_layer(
+    role, name, where, monkeypatch
+):
+    layer = LAYERS[role]()
+    kind = type(layer)
+    method = getattr(kind, name)
+    other = lambda *args, **kwargs: method(*args, **kwargs)  # noqa: E731
+    with monkeypatch.context() as before:
+        for generated in (*rule.GENERATED, "_orig_propagate", "_jinja_propagate"):
+            before.delattr(kind, generated)
+        rule.recognise(kind)
+        if where == "subclass":
+            own = type("Own", (kind,), {name: other})
+            assert f"overrides {name}" == rule.why_overridden(own, kind)
+    if where == "instance":
+        monkeypatch.setattr(layer, name, other, raising=False)
+    elif where == "class":
+        monkeypatch.setattr(kind, name, other)
+    else:
+        layer.__class__ = own
+    assert why_not_plain(("conv", layer, (role,))).kind is PERMANENT
+    monkeypatch.undo()
+    if where != "subclass":
+        assert why_not_plain(("conv", layer, (role,))) is None
+
+
+@roles
 @pytest.mark.parametrize(
     "change",
     (

@@ -324,6 +324,7 @@ def why_overridden(kind: type, base: type) -> str | None:
     names = {"__call__", "_call_impl", "__getattr__", "__getattribute__"}
     names |= {attribute for attribute, _ in row.messages}
     names |= {name for name, _, _ in _functions_of(base, row)}
+    names.update(GENERATED if row.messages else ())
     for subclass in kind.__mro__[: kind.__mro__.index(base)]:
         for name, value in vars(subclass).items():
             if name in names and not (name in GENERATED and _is_generated_for(subclass, value)):
@@ -373,6 +374,8 @@ def recognise(
         reason = reason or _why_unknown(kind, owner, name, function, unknown_body)
         functions[name] = None
         computing.append(function)
+    if row.messages:  # generated or not yet
+        functions |= dict.fromkeys(GENERATED)
     skips_call = "hooks" not in row.keeps
     classes: list[tuple[Mapping[str, Any], dict[str, Any]]] = []
     for base in _classes_of(kind):
@@ -573,11 +576,12 @@ def _why_changed(kind: type, recognised: Recognised) -> Refusal | str | None:
                 continue
             function = _resolved(name, held[index:])
             before = _resolved(name, recorded[index:])
-            if before is None or not (_is_function(before) or _is_function(function)):
+            if name in GENERATED:
+                if _is_generated_for(owner, function):
+                    continue
+            elif before is None or not (_is_function(before) or _is_function(function)):
                 continue  # a new name, which nothing that is known looks up
             if original_of(function) is original_of(before):
-                continue
-            if name in GENERATED and _is_generated_for(owner, function):
                 continue
             return _why_other_method(kind, recognised.class_name, name)
     classes = tuple((now, dict(now)) for now, _ in recognised.classes)
