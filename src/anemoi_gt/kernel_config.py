@@ -19,8 +19,8 @@ class KernelConfig:
     backend : {"auto", "triton", "torch"}, or the full name of a backend
         `auto` is `triton` (the fused GPU kernels) if it can run, else `torch` (the PyTorch
         reference), with a warning on a GPU; a named backend that cannot run raises with the reason.
-        A name with dots, such as package.module.BACKEND, is a backend of another
-        package (`anemoi_gt.ops.backend.Backend`).
+        A name with dots, such as package.module.BACKEND, is a backend of another package
+        (`anemoi_gt.ops.backend.Backend`).
     precision : {None, "fp32", "bf16", "fp16"}
         Dtype in which query, key, value, edge attributes, weight and bias are read. None is the
         dtype of the inputs: autocast's inside `torch.autocast`, otherwise the dtype of query. With

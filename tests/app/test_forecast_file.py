@@ -150,7 +150,13 @@ def forecast_of(source, variables):
 @pytest.mark.parametrize("name", ["height", "depth"])
 @pytest.mark.parametrize(
     ("units", "metres"),
-    [("m", [2, 150]), ("metres", [2, 150]), ("cm", [0.02, 1.5]), ("km", [2000, 150_000])],
+    [
+        ("m", [2, 150]),
+        ("metres", [2, 150]),
+        ("cm", [0.02, 1.5]),
+        ("km", [2000, 150_000]),
+        ("ft", [0.6096, 45.72]),
+    ],
 )
 def test_heights_and_depths_are_in_metres_whatever_their_units_in_the_data(name, units, metres):
     weather = weather_file()[["z"]].rename(level=name)
@@ -170,10 +176,14 @@ def test_heights_and_depths_are_in_metres_whatever_their_units_in_the_data(name,
 
 def test_a_height_in_other_units_is_in_its_variable_only():
     weather = weather_file()[["t2m"]].assign_coords(height=500.0)
-    weather.height.attrs |= {"standard_name": "height", "units": "ft"}
+    weather.height.attrs |= {"standard_name": "height", "units": "fathom"}
     forecast = forecast_of(weather, ["t2m"])
     assert "height" not in forecast.coords
-    assert forecast.t2m.attrs["level"] == "500 ft"
+    assert forecast.t2m.attrs["level"] == "500 fathom"
+    key = fields_of(weather).keys["t2m"]
+    for other in ({"units": "m"}, {"standard_name": "air_pressure", "units": "hPa"}):
+        weather.height.attrs |= other
+        assert not key.matches(fields_of(weather).keys["t2m"])
 
 
 def test_a_variable_keeps_its_name_where_a_coordinate_or_another_variable_would_get_it():

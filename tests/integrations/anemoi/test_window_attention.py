@@ -211,8 +211,8 @@ def test_attention_of_anemoi_computes_the_same_under_install(
     assert attention.attention.attn_mask is None
 
 
-def test_swapped_models_are_served_and_others_are_not(served):
-    attention, other = attention_of(), attention_of()
+def block_with(attention):
+    """Return a transformer block with this attention."""
     block = TransformerProcessorBlock(
         num_channels=16,
         hidden_dim=32,
@@ -222,7 +222,12 @@ def test_swapped_models_are_served_and_others_are_not(served):
         attention_implementation="scaled_dot_product_attention",
     )
     block.attention = attention
-    integration.swap_layers(block)
+    return block
+
+
+def test_swapped_models_are_served_and_others_are_not(served):
+    attention, other = attention_of(), attention_of()
+    integration.swap_layers(block_with(attention))
     expected = results_of(other, inputs())
     assert served == []
     assert_same(results_of(attention, inputs()), expected)
@@ -344,17 +349,8 @@ def in_precision(implementation, *, swapped, **settings):
     """Return the results of one attention under `install`, or of a block of `swap_layers`."""
     with integration.install():
         attention = attention_of(attention_implementation=implementation)
-        block = TransformerProcessorBlock(
-            num_channels=16,
-            hidden_dim=32,
-            num_heads=2,
-            window_size=5,
-            layer_kernels=load_layer_kernels(),
-            attention_implementation=implementation,
-        )
-    block.attention = attention
     if swapped:
-        integration.swap_layers(block, **settings)
+        integration.swap_layers(block_with(attention), **settings)
         return results_of(attention, inputs())
     with integration.install(**settings):
         return results_of(attention, inputs())

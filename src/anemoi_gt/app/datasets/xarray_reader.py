@@ -58,7 +58,7 @@ DEGREES = re.compile("(degrees?|deg)?_?(north|n|east|e|true|(?P<negative>south|s
 RADIANS = ("radian", "radians", "rad")
 PRESSURE = {"Pa": 0.01, "hPa": 1.0, "mbar": 1.0, "mb": 1.0, "millibar": 1.0, "millibars": 1.0}
 METRES = dict.fromkeys(("", "m", "metre", "metres", "meter", "meters"), 1.0)
-METRES |= {"km": 1e3, "cm": 0.01}
+METRES |= {"km": 1e3, "cm": 0.01, "ft": 0.3048, "foot": 0.3048, "feet": 0.3048}
 VERTICAL = ("surface", "height", "heightAboveGround", "depth", "hybrid", "level", "lev", "plev")
 MODEL_LEVEL = ("model_level_number", "hybrid", "model_level")
 # attributes of a variable that must be equal at all times; the others are about grid and packing
@@ -474,13 +474,15 @@ def _level(coordinate: "xarray.DataArray") -> Level:
         return Level("surface", None, "", "surface")
     standard_name = str(attrs.get("standard_name", ""))
     text = f"{label} {units}" if units not in ("", "1") else f"{name} {label}"
-    kind = ""  # also of a height in feet, which the text tells
+    kind = ""
     if name in MODEL_LEVEL or standard_name in MODEL_LEVEL:
         kind = "model level"
     elif standard_name in ("height", "depth") or name == "heightAboveGround":
+        kind = "depth" if standard_name == "depth" else "height"
         if units in METRES:
-            kind = "depth" if standard_name == "depth" else "height"
             value = value * METRES[units]
+        else:  # a kind of its own, so that it is no level of the same number in metres
+            kind = f"{kind}_{units}"
     elif standard_name:
         kind = standard_name
     elif name not in VERTICAL:

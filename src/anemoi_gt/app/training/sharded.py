@@ -34,7 +34,7 @@ from anemoi_gt.app.training.config import TrainingConfig
 from anemoi_gt.app.training.loggers import open_metrics
 from anemoi_gt.app.training.progress import StopRequest
 from anemoi_gt.app.training.run_files import atomic_write, sharded
-from anemoi_gt.app.training.run_folder import BEST, LAST, read_run
+from anemoi_gt.app.training.run_folder import BEST, LAST
 from anemoi_gt.app.training.step import TrainingStep, autocast, node_errors
 from anemoi_gt.app.training.trainer import Trainer
 from anemoi_gt.distributed.consensus import (
@@ -130,12 +130,12 @@ def fit_sharded(trainer: Trainer, shard: ModuleShard, *, resume: bool) -> list[d
     """
     if resume:
         template = trainer.state_dict()
+        # not read as the rest, because their keys in the checkpoint may differ
+        plain = {name: template.pop(name) for name in ("config", "schema")}
         folder = sharded(trainer.folder / LAST)
-        former = run_on_rank0(partial(read_run, folder))
-        for name in former:  # whose keys in the checkpoint may differ
-            del template[name]
+        plain["config"] = run_on_rank0(partial(load_values, folder, "config"))
         state = load_checkpoint(folder, template, shard.tables, world_group())
-        trainer.load_state_dict(state | former)
+        trainer.load_state_dict(state | plain)
     if dist.get_rank() != 0:
         trainer.fit(None)
         return None

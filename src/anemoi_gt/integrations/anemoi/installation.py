@@ -374,8 +374,9 @@ def swap_layers(
     settings = _switch_on(config, fusion=fusion, sharding=sharding, keep_hidden=keep_hidden)
     for block in report.blocks_of(model):
         SETTINGS.choose(block, settings)
+    kinds = (Upstream.network, find(*SDPA), find(*FLASH))
     for module in model.modules():
-        if isinstance(module, (Upstream.network, find(*SDPA), find(*FLASH))):
+        if isinstance(module, kinds):
             SETTINGS.choose(module, settings)
     return model
 

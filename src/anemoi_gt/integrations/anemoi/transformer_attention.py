@@ -2,9 +2,8 @@
 
 `SDPAAttentionWrapper` keeps a mask of all pairs of nodes; its attention is computed within the
 window instead. `FlashAttentionWrapper` needs flash-attn; where that cannot be imported, it gets the
-stand-in. Its own `forward` computes, in the precision of `install`, if there is one. Projections,
-norms of queries and keys, and the exchange of heads between ranks are those of Anemoi's
-`MultiHeadSelfAttention`.
+stand-in, and its own `forward` is called in the precision of the settings. Projections, norms of
+queries and keys, and the exchange of heads between ranks stay in Anemoi's `MultiHeadSelfAttention`.
 """
 
 from collections.abc import Callable
