@@ -217,8 +217,8 @@ def install(
     activation_checkpointing : {None, "none", "full"} or mapping
         Save everything ("none") or the inputs of each chunk ("full") for the backward pass, for all
         components or by "encoder", "processor" and "decoder". None follows the
-        `gradient_checkpointing` of Anemoi's config, as do all in anemoi-models before 0.12.1, which
-        is logged.
+        `gradient_checkpointing` of Anemoi's config. Of no effect in anemoi-models before 0.12.1,
+        which is logged.
     keep_hidden : bool
         Keep the hidden layer [N, K] of fused feed-forward sub-layers for the backward pass. False
         computes it again there, with the same bits: less memory than no activation checkpointing
