@@ -68,6 +68,7 @@ class AnemoiGtModel:
         if task["part"] == "steps":
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
         self.mesh = mesh
+        self.weights = list(self.model.parameters())
         self.parameters = shard.parameters(self.model)
         num_nodes = graph["data"].x.shape[0]
         local_nodes = shard.partitions["data"].nodes(mesh.get_local_rank("model"), "cpu")
@@ -126,6 +127,7 @@ class AnemoiModel:
             for block in self.model.modules():
                 if isinstance(block, BaseBlock):
                     block.compile(dynamic=False)
+        self.weights = list(self.model.parameters())
         whole = draw(graph, variables=names)["data"]
         self.scale = 1 / whole[:, 0, ..., :-1].numel()
         self.group = mesh.get_group("model") if mesh.size() > 1 else None
@@ -149,7 +151,8 @@ class AnemoiModel:
 
 def step(part: AnemoiGtModel | AnemoiModel, device: torch.device) -> Tensor:
     """Run forward, in bfloat16 on a GPU, and backward; return the loss of this rank."""
-    part.model.zero_grad()
+    for weight in part.weights:  # as an optimiser does, which looks for them in no module
+        weight.grad = None
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         loss = part.forward()
     with torch.autograd.set_multithreading_enabled(mode=False):  # as the application
@@ -184,11 +187,10 @@ def replaying(part: AnemoiGtModel, device: torch.device) -> Callable[[], Tensor]
     """Capture forward and backward; return a replay, which sets the captured gradients."""
     losses = []
     replay = CLOCKS[device.type].record(lambda: losses.append(step(part, device)))
-    weights = list(part.model.parameters())
-    gradients = [weight.grad for weight in weights]
+    gradients = [weight.grad for weight in part.weights]
 
     def forward_backward() -> Tensor:
-        for weight, gradient in zip(weights, gradients, strict=True):
+        for weight, gradient in zip(part.weights, gradients, strict=True):
             weight.grad = gradient
         replay()
         return losses[-1]

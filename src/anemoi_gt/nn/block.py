@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from anemoi_gt.graph import GraphStructure, ShardedGraph
+from anemoi_gt.graph.sharded_graph import is_sharded
 from anemoi_gt.kernel_config import KernelConfig, check_config
 from anemoi_gt.nn.chunking import Chunk, Conditions, map_chunks
 from anemoi_gt.nn.fused_block import (
@@ -206,7 +207,7 @@ class GraphTransformerBaseBlock(nn.Module):
         if isinstance(graph, GraphStructure):
             structure = graph
             check_nodes(graph, *x)
-        elif isinstance(graph, ShardedGraph):
+        elif is_sharded(graph):
             structure = graph.structure
             check_batch(*x)  # its local sources are checked by start_exchange
         else:

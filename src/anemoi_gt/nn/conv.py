@@ -13,6 +13,7 @@ from torch_geometric.nn.conv import MessagePassing, transformer_conv
 from torch_geometric.typing import OptTensor
 
 from anemoi_gt.graph import GraphStructure, ShardedGraph
+from anemoi_gt.graph.sharded_graph import is_sharded
 from anemoi_gt.kernel_config import KernelConfig, check_config
 from anemoi_gt.nn.chunking import Chunk, is_chunked, map_chunks
 from anemoi_gt.nn.input_validation import (
@@ -213,10 +214,7 @@ class GraphTransformerConv(MessagePassing):
             )
         edges = edge_index
         pending = None
-        # isinstance of a protocol looks up each of its members, so common classes come first
-        if not isinstance(edge_index, (GraphStructure, Tensor)) and isinstance(
-            edge_index, ShardedGraph
-        ):
+        if is_sharded(edge_index):
             pending = edge_index.start_exchange(x_src)
             edges = edge_index.structure
         query = self._split_heads(self.lin_query(x_dst))

@@ -20,6 +20,7 @@ from torch_geometric.nn.inits import reset
 from torch_geometric.typing import OptTensor, PairTensor  # noqa: F401  read with `propagate_type`
 
 from anemoi_gt.graph import GraphStructure, ShardedGraph
+from anemoi_gt.graph.sharded_graph import is_sharded
 from anemoi_gt.kernel_config import KernelConfig, check_config
 from anemoi_gt.nn.fused_block import (
     NOT_FASTER,
@@ -210,9 +211,7 @@ class InteractionConv(MessagePassing):
         is_one_set = x_src is x_dst
         features: Any = edge_attr  # None if a sparse matrix has them
         graph: GraphStructure | None = None
-        if not isinstance(edge_index, (GraphStructure, Tensor)) and isinstance(
-            edge_index, ShardedGraph
-        ):
+        if is_sharded(edge_index):
             pending = edge_index.start_exchange(x_src)
             x_src, halo, graph = pending.own, pending.wait_halo(), edge_index.structure
             x_dst = x_src if is_one_set else x_dst

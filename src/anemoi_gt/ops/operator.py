@@ -21,7 +21,12 @@ from torch.autograd import forward_ad
 from anemoi_gt.custom_ops import is_plain, register
 from anemoi_gt.ops.tensors import CallSizes
 from anemoi_gt.ops.tree import form_of, getter_of, leaf_types, leaves, tree_of
-from anemoi_gt.torch_compat import forward_mode_is_active, is_batched, is_gradient_transform
+from anemoi_gt.torch_compat import (
+    direct_apply,
+    forward_mode_is_active,
+    is_batched,
+    is_gradient_transform,
+)
 
 Spec = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
 
@@ -183,7 +188,7 @@ class Operator(ABC):
         torch.library.register_fake(self.op_backward, self._fake_backward)
         torch.library.register_autograd(self.op, self._backward, setup_context=self._setup_context)
         torch.library.register_autograd(self.op_backward, self._refuse_second_derivative)
-        self.function = _function_of(self)
+        self.apply = direct_apply(_function_of(self))
         OPERATORS[self.op] = self
 
     @abstractmethod
@@ -245,7 +250,7 @@ class Operator(ABC):
             self._refuse_transform(flat)
             outputs = self.op(*flat, *constants, *leaves(options), save)
         elif save:
-            outputs = self.function.apply(*flat, constants, options)
+            outputs = self.apply(*flat, constants, options)
         else:
             inputs = self.readable((*flat, *constants))
             outputs = self.passes(inputs, options).forward(inputs, save=False)
