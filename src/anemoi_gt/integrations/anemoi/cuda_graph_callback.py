@@ -103,9 +103,7 @@ class CUDAGraphCallback(Callback):
             indices = indices_on_device(module, trainer.strategy.root_device)
             function = partial(self._forward_backward, trainer, module, scalers, indices, rest)
             device = trainer.strategy.root_device
-            self._step = CUDAGraphedStep(
-                function, module.parameters(), device, self._capture, self.remedy
-            )
+            self._step = CUDAGraphedStep(function, module, device, self._capture, self.remedy)
         # of the last step; Lightning discards it after `training_step`
         self._step.release_gradients()
         (output, logged), self._gradients = self._step.replay(inputs)
@@ -255,12 +253,14 @@ def check_capturable(
 
 
 def _tensors_of_loss(module: LightningModule) -> list[tuple[dict, Any]]:
-    """Return the slots of tensors in a loss that Anemoi replaces per step, such as NaN masks."""
+    """Return the slots of tensors in a loss that Anemoi replaces per step, such as NaN masks.
+
+    Parameters and buffers stay where they are: a pass may write into them.
+    """
     loss = getattr(module, "loss", None)
     if not isinstance(loss, nn.Module):
         return []
+    registries = ("_parameters", "_buffers")
     return list(
-        slots_of(
-            loss, lambda _, value: isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-        )
+        slots_of(loss, lambda name, value: isinstance(value, Tensor) and name not in registries)
     )
