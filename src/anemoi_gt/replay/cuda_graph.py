@@ -71,6 +71,11 @@ class CUDAGraphedStep:
         call returned, and a replay of that call on the same memory: `capture_cuda_graph`.
     remedy : str
         For messages, the way to do without a CUDA graph: "set training.cuda_graph=false".
+
+    Attributes
+    ----------
+    changed : list of str
+        Names of parameters and buffers that the captured pass changes.
     """
 
     def __init__(
@@ -86,6 +91,7 @@ class CUDAGraphedStep:
         self.device = device
         self.capture = capture
         self.remedy = remedy
+        self.changed: list[str] = []
         self._parameters: list[nn.Parameter] = []  # of the captured pass
         self._captured: CapturedPass | None = None
 
@@ -177,6 +183,7 @@ class CUDAGraphedStep:
                 "parameters and buffers, in place and on the device, got another change of "
                 f"{listed}: create them before the first step and write into them, or {self.remedy}"
             )
+        self.changed = [name for number, name in names.items() if number in changed]
         return CapturedPass(static, outputs, replay, memory)
 
     def _outputs(self, batch: Any) -> Outputs:
@@ -223,10 +230,10 @@ class _State:
         set_generator_states(self.generators, self.device)
         changed = set()
         for number, tensor in self.tensors.items():
-            values = _values(tensor)
-            # `_version` misses a batch norm; and a write changes it, as caches would notice
-            if not torch.equal(values.cpu(), self.values[number]):
-                values.copy_(self.values[number])
+            current, former = _values(tensor), self.values[number]
+            # by value: a batch norm does not change `_version`, and a needless write would
+            if not _equal(current.cpu(), former):
+                current.copy_(former)
                 changed.add(number)
         return changed
 
@@ -243,6 +250,13 @@ def _memory(module: nn.Module) -> Memory:
         (id(tensor), _values(tensor).data_ptr(), tensor.requires_grad)
         for tensor in _tensors(module)
     ]
+
+
+def _equal(values: Tensor, others: Tensor) -> bool:
+    """Return whether all values are equal; NaN equals NaN."""
+    if torch.equal(values, others):
+        return True
+    return torch.allclose(values, others, rtol=0, atol=0, equal_nan=True)
 
 
 def _values(tensor: Any) -> Tensor:

@@ -196,12 +196,12 @@ class Count(nn.Module):
         return torch.sparse.mm(self.constant, x.T).T + self.mean * self.calls
 
 
-class Normalised(nn.Linear):
-    """Normalises its weights in place at each call."""
+class Decaying(nn.Linear):
+    """Shrinks its weights in place at each call."""
 
     def forward(self, x):
         with torch.no_grad():
-            self.weight.div_(self.weight.norm(dim=1, keepdim=True) * 1.1)
+            self.weight.mul_(0.9)
         return super().forward(x)
 
 
@@ -209,7 +209,7 @@ STATEFUL = {
     "batch norm": lambda: nn.BatchNorm1d(3),
     "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)),
     "own": Count,
-    "weights": lambda: Normalised(3, 3),
+    "weights": lambda: Decaying(3, 3),
 }
 
 
@@ -237,6 +237,15 @@ def steps_of(part, *, captured):
         state = (*model.parameters(), *model.buffers())
         results += [tensor.detach().to_dense().clone() for tensor in state]
     return results
+
+
+def test_a_captured_step_names_what_it_changes():
+    line = Line()
+    line.register_buffer("missing", torch.full((2,), float("nan")))
+    line.count = Count()
+    step = CUDAGraphedStep(lambda batch: line.count(batch), line, CPU, capture_in_place, REMEDY)
+    step(torch.ones(5, 3))
+    assert step.changed == ["count.calls", "count.mean"]
 
 
 @pytest.mark.parametrize("part", STATEFUL)

@@ -223,6 +223,40 @@ def test_one_process_of_ddp_replays_and_launches_single_batches_of_another_shape
     assert runs[1][0].calls > runs[0][0].calls  # in warm-up passes
 
 
+class WithUnused(Forecaster):
+    """A module with a weight that gets no gradient."""
+
+    def __init__(self, graph):
+        super().__init__(graph)
+        self.unused = nn.Parameter(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("change", "broadcasts", "names"),
+    [
+        ("none", True, None),
+        ("loss", False, None),
+        ("loss", True, "loss.calls, loss.norm.running_mean, .*num_batches_tracked"),
+        ("weight", False, "unused"),
+    ],
+)
+def test_several_processes_do_not_replay_what_ddp_would_do_besides(
+    graph, monkeypatch, one_rank, change, broadcasts, names
+):
+    """Lightning says that one process is one of two, which average over their group of one."""
+    if change == "loss":
+        monkeypatch.setattr(Forecaster, "make_loss", RunningLoss)
+    make = WithUnused if change == "weight" else Forecaster
+    monkeypatch.setitem(globals(), "Forecaster", make)
+    two = LambdaCallback(
+        on_train_start=lambda *_: monkeypatch.setattr(Trainer, "world_size", 2),
+    )
+    strategy = DDPStrategy(broadcast_buffers=broadcasts)
+    message = f"several processes replay must not change buffers .*, got {names}: remove"
+    with nullcontext() if names is None else pytest.raises(ValueError, match=message):
+        fit(graph, [two, callback()], epochs=1, devices=1, strategy=strategy)
+
+
 def test_gradients_that_are_zeroed_in_place_belong_to_the_batch(graph, monkeypatch):
     zero = lambda self, epoch, batch_idx, optimizer: optimizer.zero_grad(set_to_none=False)  # noqa: E731
     monkeypatch.setattr(Forecaster, "optimizer_zero_grad", zero)
@@ -235,7 +269,7 @@ class RunningLoss(Loss):
     def __init__(self, nodes):
         super().__init__(nodes)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-        self.norm = nn.BatchNorm1d(1)
+        self.norm = nn.BatchNorm1d(1, affine=False)
 
     def forward(self, output, target):
         self.calls += 1

@@ -107,6 +107,8 @@ class CUDAGraphCallback(Callback):
         # of the last step; Lightning discards it after `training_step`
         self._step.release_gradients()
         (output, logged), self._gradients = self._step.replay(inputs)
+        if trainer.world_size > 1:
+            self._check_processes(trainer.strategy.model, module)
         for arguments, options in logged:
             module.log(*arguments, **options)
         return output
@@ -159,6 +161,25 @@ class CUDAGraphCallback(Callback):
         # False inside DDP's no_sync, which accumulates gradients (torch 2.13)
         if trainer.world_size > 1 and trainer.strategy.model.require_backward_grad_sync:
             average_gradients(module.parameters(), trainer.strategy.model.process_group)
+
+    def _check_processes(self, ddp: Any, module: LightningModule) -> None:
+        """Raise ValueError if DDP would do more than to average gradients.
+
+        It broadcasts buffers before a step, and leaves None where no process has a gradient, so
+        that an optimiser skips the weight; `average_gradients` makes it zero.
+        """
+        names = list(self._step.changed) if ddp.broadcast_buffers else []
+        for (name, parameter), gradient in zip(
+            module.named_parameters(), self._gradients, strict=True
+        ):
+            if parameter.requires_grad and gradient is None:
+                names.append(name)
+        if names:
+            raise ValueError(
+                "a step that several processes replay must not change buffers unless "
+                "broadcast_buffers of the strategy is False, and must differentiate by all weights "
+                f"that are not frozen, got {', '.join(names)}: {self.remedy}"
+            )
 
     def _add_gradients(
         self, module: LightningModule, gradients: list[Tensor | None], *, keeps: bool
