@@ -34,8 +34,8 @@ class Outputs(NamedTuple):
     gradients: list[Tensor | None]  # one per parameter, None without a gradient
 
 
-# per parameter and buffer: id, address, and whether it needs a gradient
-Memory = list[tuple[int, int, bool]]
+# id and address of a parameter or buffer, and whether it needs a gradient, by name
+Memory = dict[str, tuple[int, int, bool]]
 
 
 class CapturedPass(NamedTuple):
@@ -71,11 +71,6 @@ class CUDAGraphedStep:
         call returned, and a replay of that call on the same memory: `capture_cuda_graph`.
     remedy : str
         For messages, the way to do without a CUDA graph: "set training.cuda_graph=false".
-
-    Attributes
-    ----------
-    changed : list of str
-        Names of parameters and buffers that the captured pass changes.
     """
 
     def __init__(
@@ -91,7 +86,7 @@ class CUDAGraphedStep:
         self.device = device
         self.capture = capture
         self.remedy = remedy
-        self.changed: list[str] = []
+        self.changed: set[str] = set()  # parameters and buffers that every pass changes
         self._parameters: list[nn.Parameter] = []  # of the captured pass
         self._captured: CapturedPass | None = None
 
@@ -168,22 +163,20 @@ class CUDAGraphedStep:
                 f"while capturing the step in a CUDA graph; {self.remedy} to run without"
             )
             raise
-        memory = found[-1]  # as the captured pass began
-        named = (*self.module.named_parameters(), *self.module.named_buffers())
-        names = {id(tensor): name for name, tensor in named}
-        moved = {number for number, *_ in set(_memory(self.module)) - set(memory)}
-        changed = before.put_back()
+        first, memory, now = found[0], found[-1], _memory(self.module)
+        self.changed = before.put_back()
         replay()
-        once = changed - before.put_back()  # by the first pass alone, or on the host
-        others = once | moved | names.keys() - before.tensors.keys()
+        others = self.changed - before.put_back()  # by the first pass alone, or on the host
+        for name, place in now.items():
+            if place != memory.get(name) or name not in first or place[0] != first[name][0]:
+                others.add(name)
         if others:
-            listed = ", ".join(name for number, name in names.items() if number in others)
             raise ValueError(
                 "passes of a step that is captured in a CUDA graph must all change the same "
                 "parameters and buffers, in place and on the device, got another change of "
-                f"{listed}: create them before the first step and write into them, or {self.remedy}"
+                f"{', '.join(sorted(others))}: create them before the first step and write into "
+                f"them, or {self.remedy}"
             )
-        self.changed = [name for number, name in names.items() if number in changed]
         return CapturedPass(static, outputs, replay, memory)
 
     def _outputs(self, batch: Any) -> Outputs:
@@ -218,45 +211,38 @@ class _State:
     def __init__(self, module: nn.Module, device: torch.device):
         self.device = device
         self.generators = generator_states(device)
-        self.tensors = {id(tensor): tensor for tensor in _tensors(module)}
+        self.tensors = _tensors(module)
         self.values = {
-            number: _values(tensor).detach().to("cpu", copy=True)
-            for number, tensor in self.tensors.items()
+            name: _values(tensor).detach().to("cpu", copy=True)
+            for name, tensor in self.tensors.items()
         }
 
     @torch.no_grad()
-    def put_back(self) -> set[int]:
-        """Put all of it back; return the ids of parameters and buffers that had changed."""
+    def put_back(self) -> set[str]:
+        """Put all of it back; return the names of parameters and buffers that had changed."""
         set_generator_states(self.generators, self.device)
         changed = set()
-        for number, tensor in self.tensors.items():
-            current, former = _values(tensor), self.values[number]
-            # by value: a batch norm does not change `_version`, and a needless write would
-            if not _equal(current.cpu(), former):
-                current.copy_(former)
-                changed.add(number)
+        for name, former in self.values.items():
+            tensor = _values(self.tensors[name])
+            values = tensor.cpu()
+            # A batch norm does not change `_version`, and a needless write would. NaN equals NaN.
+            if not torch.equal(values, former) and not torch.allclose(
+                values, former, rtol=0, atol=0, equal_nan=True
+            ):
+                tensor.copy_(former)
+                changed.add(name)
         return changed
 
 
-def _tensors(module: nn.Module) -> list[Tensor]:
-    """Return parameters and buffers in one walk, faster than PyTorch's two, as steps need it."""
-    parts = module.modules()
-    registries = (registry for part in parts for registry in (part._parameters, part._buffers))
-    return [tensor for registry in registries for tensor in registry.values() if tensor is not None]
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
 def _memory(module: nn.Module) -> Memory:
-    return [
-        (id(tensor), _values(tensor).data_ptr(), tensor.requires_grad)
-        for tensor in _tensors(module)
-    ]
-
-
-def _equal(values: Tensor, others: Tensor) -> bool:
-    """Return whether all values are equal; NaN equals NaN."""
-    if torch.equal(values, others):
-        return True
-    return torch.allclose(values, others, rtol=0, atol=0, equal_nan=True)
+    return {
+        name: (id(tensor), _values(tensor).data_ptr(), tensor.requires_grad)
+        for name, tensor in _tensors(module).items()
+    }
 
 
 def _values(tensor: Any) -> Tensor:

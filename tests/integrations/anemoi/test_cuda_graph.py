@@ -236,7 +236,7 @@ class WithUnused(Forecaster):
     [
         ("none", True, None),
         ("loss", False, None),
-        ("loss", True, "loss.calls, loss.norm.running_mean, .*num_batches_tracked"),
+        ("loss", True, "loss.calls, loss.norm.num_batches_tracked, .*running_var"),
         ("weight", False, "unused"),
     ],
 )

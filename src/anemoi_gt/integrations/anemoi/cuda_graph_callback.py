@@ -108,7 +108,8 @@ class CUDAGraphCallback(Callback):
         self._step.release_gradients()
         (output, logged), self._gradients = self._step.replay(inputs)
         if trainer.world_size > 1:
-            self._check_processes(trainer.strategy.model, module)
+            changed = self._step.changed if trainer.strategy.model.broadcast_buffers else set()
+            check_processes(module, self._gradients, changed, self.remedy)
         for arguments, options in logged:
             module.log(*arguments, **options)
         return output
@@ -161,25 +162,6 @@ class CUDAGraphCallback(Callback):
         # False inside DDP's no_sync, which accumulates gradients (torch 2.13)
         if trainer.world_size > 1 and trainer.strategy.model.require_backward_grad_sync:
             average_gradients(module.parameters(), trainer.strategy.model.process_group)
-
-    def _check_processes(self, ddp: Any, module: LightningModule) -> None:
-        """Raise ValueError if DDP would do more than to average gradients.
-
-        It broadcasts buffers before a step, and leaves None where no process has a gradient, so
-        that an optimiser skips the weight; `average_gradients` makes it zero.
-        """
-        names = list(self._step.changed) if ddp.broadcast_buffers else []
-        for (name, parameter), gradient in zip(
-            module.named_parameters(), self._gradients, strict=True
-        ):
-            if parameter.requires_grad and gradient is None:
-                names.append(name)
-        if names:
-            raise ValueError(
-                "a step that several processes replay must not change buffers unless "
-                "broadcast_buffers of the strategy is False, and must differentiate by all weights "
-                f"that are not frozen, got {', '.join(names)}: {self.remedy}"
-            )
 
     def _add_gradients(
         self, module: LightningModule, gradients: list[Tensor | None], *, keeps: bool
@@ -271,6 +253,24 @@ def check_capturable(
         )
     check_device(strategy.root_device, capture)
     check_submodules(module, remedy)
+
+
+def check_processes(
+    module: LightningModule, gradients: list[Tensor | None], changed: set[str], remedy: str
+) -> None:
+    """Raise ValueError if DDP would do more in a step than to average gradients.
+
+    It broadcasts buffers; `changed` are those that a pass changes. It leaves None where no process
+    has a gradient, and an optimiser skips the weight; the average would be zero, and weights decay.
+    """
+    parameters = zip(module.named_parameters(), gradients, strict=True)
+    unused = {name for (name, weight), grad in parameters if grad is None and weight.requires_grad}
+    if changed or unused:
+        raise ValueError(
+            "a step that several processes replay must not change buffers unless "
+            "broadcast_buffers of the strategy is False, and must differentiate by all weights "
+            f"that are not frozen, got {', '.join(sorted(changed | unused))}: {remedy}"
+        )
 
 
 def _tensors_of_loss(module: LightningModule) -> list[tuple[dict, Any]]:
