@@ -34,17 +34,13 @@ class Outputs(NamedTuple):
     gradients: list[Tensor | None]  # one per parameter, None without a gradient
 
 
-# id and address of a parameter or buffer, and whether it needs a gradient, by name
-Memory = dict[str, tuple[int, int, bool]]
-
-
 class CapturedPass(NamedTuple):
     """Static inputs and outputs of a replay, the replay, and the tensors that it reads."""
 
     batch: Any
     outputs: Outputs
     replay: Callable[[], None]
-    memory: Memory
+    memory: list[tuple[int, int, bool]]  # as `_memory`
 
 
 Capture = Callable[[Callable[[], Outputs]], tuple[Outputs, Callable[[], None]]]
@@ -94,7 +90,7 @@ class CUDAGraphedStep:
         """Set the parameters' gradients for a batch, replacing old ones; return the result.
 
         Raises ValueError for a batch of other shapes or dtypes than the first, and at capture for
-        parameters and buffers that replays would not change as passes do.
+        parameters and buffers that a pass creates or replaces.
         """
         result, gradients = self.replay(batch)
         self._assign(gradients)
@@ -149,10 +145,12 @@ class CUDAGraphedStep:
         static = tree_map_only(Tensor, Tensor.clone, batch)
         self._parameters = list(self.module.parameters())
         before = _State(self.module, self.device)
-        found: list[Memory] = []
+        addresses: dict[str, int] = {}  # when the captured pass begins, which is the last
 
         def run() -> Outputs:
-            found.append(_memory(self.module))
+            addresses.update(
+                {name: _address(tensor) for name, tensor in _tensors(self.module).items()}
+            )
             return self._outputs(static)
 
         try:
@@ -163,24 +161,19 @@ class CUDAGraphedStep:
                 f"while capturing the step in a CUDA graph; {self.remedy} to run without"
             )
             raise
-        first, memory, now = found[0], found[-1], _memory(self.module)
-        others = {
-            name
-            for name, place in now.items()
-            if place != memory.get(name) or name not in first or place[0] != first[name][0]
-        }
         self.changed = before.put_back()
-        if not others:  # otherwise, it could read memory that is free
-            replay()
-            others = self.changed - before.put_back()  # by the first pass alone, or on the host
-        if others:
+        others = [
+            name
+            for name, tensor in _tensors(self.module).items()
+            if tensor is not before.tensors.get(name) or _address(tensor) != addresses[name]
+        ]
+        if others:  # a replay would read the former ones, in memory that may be free
             raise ValueError(
-                "passes of a step that is captured in a CUDA graph must all change the same "
-                "parameters and buffers, in place and on the device, got another change of "
-                f"{', '.join(sorted(others))}: create them before the first step and write into "
-                f"them, or {self.remedy}"
+                "a step that is captured in a CUDA graph must change parameters and buffers in "
+                f"place, got others for {', '.join(others)}: create them before the first step and "
+                f"write into them, or {self.remedy}"
             )
-        return CapturedPass(static, outputs, replay, memory)
+        return CapturedPass(static, outputs, replay, _memory(self.module))
 
     def _outputs(self, batch: Any) -> Outputs:
         """Run the pass and take its gradients; parameters have none yet, so none accumulate."""
@@ -227,11 +220,8 @@ class _State:
         changed = set()
         for name, former in self.values.items():
             tensor = _values(self.tensors[name])
-            values = tensor.cpu()
-            # A batch norm does not change `_version`, and a needless write would. NaN equals NaN.
-            if not torch.equal(values, former) and not torch.allclose(
-                values, former, rtol=0, atol=0, equal_nan=True
-            ):
+            # a batch norm does not change `_version`, and a needless write would
+            if not torch.equal(_bits(tensor.cpu()), _bits(former)):
                 tensor.copy_(former)
                 changed.add(name)
         return changed
@@ -241,11 +231,27 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
-def _memory(module: nn.Module) -> Memory:
-    return {
-        name: (id(tensor), _values(tensor).data_ptr(), tensor.requires_grad)
-        for name, tensor in _tensors(module).items()
-    }
+def _memory(module: nn.Module) -> list[tuple[int, int, bool]]:
+    """Return id and address of parameters and buffers, and whether they need a gradient.
+
+    It is asked in every step, and looking for names takes five times as long.
+    """
+    modules = [module]
+    tensors: list[Tensor | None] = []
+    for part in modules:  # which grow
+        tensors += part._parameters.values()
+        tensors += part._buffers.values()
+        modules += [child for child in part._modules.values() if child is not None]
+    return [(id(t), _address(t), t.requires_grad) for t in tensors if t is not None]
+
+
+def _address(tensor: Tensor) -> int:
+    # most are plain, of which nothing else is asked
+    return (tensor if type(tensor) is nn.Parameter else _values(tensor)).data_ptr()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)  # where NaN equals NaN
 
 
 def _values(tensor: Any) -> Tensor:
