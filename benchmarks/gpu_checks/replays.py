@@ -197,9 +197,7 @@ def captured_around(loop: Loop) -> None:
         loss.backward()
         return loss.detach()
 
-    step = CUDAGraphedStep(
-        forward_backward, loop.model.parameters(), DEVICE, capture_cuda_graph, "run without"
-    )
+    step = CUDAGraphedStep(forward_backward, loop.model, DEVICE, capture_cuda_graph, "run without")
     for _ in range(3):
         loop.keep(step(loop.draw()))
     step.reset()

@@ -43,7 +43,7 @@ class Gpu:
     @staticmethod
     def record(call: Callable) -> Callable:
         """Capture a call in a CUDA graph, which owns its memory; return the replay."""
-        _, replay = capture_cuda_graph(call, warm_up=call)
+        _, replay = capture_cuda_graph(call)
         return replay
 
     @staticmethod

@@ -1,16 +1,17 @@
 """Forward and backward of a step, captured once in a CUDA graph and replayed for every batch.
 
-    first batch     copied into static tensors; warm-up passes; pass captured; generators restored
+    first batch     copied into static tensors; warm-up passes; pass captured; state put back
     every batch     copied into the same tensors; graph replayed; gradients assigned to parameters
 
 A graph reads and writes the same memory each time, so batch, result and gradients stay where they
 were during capture. It draws from PyTorch's generator on the device what the same pass would draw
 without it: a replay starts at the generator's seed and offset, and advances the offset by what the
-pass uses.
+pass uses. Generators, parameters and buffers that the warm-up passes change, such as the running
+means of a batch norm, are put back before the first replay.
 """
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
@@ -34,12 +35,12 @@ class Outputs(NamedTuple):
 
 
 class CapturedPass(NamedTuple):
-    """Static inputs and outputs of a replay, the replay, and the parameters as it was captured."""
+    """Static inputs and outputs of a replay, the replay, and the tensors that it reads."""
 
     batch: Any
     outputs: Outputs
     replay: Callable[[], None]
-    parameters: list[tuple[int, bool]]  # address, and whether it needs a gradient
+    memory: list[tuple[int, int, bool]]  # as `_memory`
 
 
 Capture = Callable[[Callable[[], Outputs]], tuple[Outputs, Callable[[], None]]]
@@ -48,17 +49,17 @@ Capture = Callable[[Callable[[], Outputs]], tuple[Outputs, Callable[[], None]]]
 class CUDAGraphedStep:
     """A captured forward and backward pass; replays are bitwise identical to eager calls.
 
-    It is captured again when a parameter has moved to other memory, is frozen, or is trained
-    again. Errors during capture name the alternative.
+    It is captured again when a parameter or buffer has been replaced or has moved to other memory,
+    and when a parameter is frozen or trained again. Errors during capture name the alternative.
 
     Parameters
     ----------
     function : callable
         Takes a batch, sets the parameters' gradients and returns detached tensors in any nesting,
         such as the loss. It runs on the device only, does the same work for every batch, and
-        changes only gradients and random generators.
-    parameters : iterable of Parameter
-        Parameters that may get a gradient.
+        changes only gradients, random generators, and parameters and buffers of `module` in place.
+    module : torch.nn.Module
+        Its parameters may get a gradient.
     device : torch.device
         Device whose random generator the function draws from.
     capture : callable
@@ -71,22 +72,25 @@ class CUDAGraphedStep:
     def __init__(
         self,
         function: Callable[[Any], Any],
-        parameters: Iterable[nn.Parameter],
+        module: nn.Module,
         device: torch.device,
         capture: Capture,
         remedy: str,
     ):
         self.function = function
-        self.parameters = list(parameters)
+        self.module = module
         self.device = device
         self.capture = capture
         self.remedy = remedy
+        self.changed: set[str] = set()  # parameters and buffers that every pass changes
+        self._parameters: list[nn.Parameter] = []  # of the captured pass
         self._captured: CapturedPass | None = None
 
     def __call__(self, batch: Any) -> Any:
         """Set the parameters' gradients for a batch, replacing old ones; return the result.
 
-        Raises ValueError for a batch of other shapes or dtypes than the first.
+        Raises ValueError for a batch of other shapes or dtypes than the first, and at capture for
+        parameters and buffers that a pass creates or replaces.
         """
         result, gradients = self.replay(batch)
         self._assign(gradients)
@@ -99,7 +103,7 @@ class CUDAGraphedStep:
 
         Raises ValueError as a call does.
         """
-        if self._captured is not None and self._captured.parameters != self._parameters_now():
+        if self._captured is not None and self._captured.memory != _memory(self.module):
             self.reset()
         if self._captured is None:
             self._captured = self._capture(batch)
@@ -133,28 +137,48 @@ class CUDAGraphedStep:
         if self._captured is None:
             return
         static = {id(gradient) for gradient in self._captured.outputs.gradients}
-        for parameter in self.parameters:
+        for parameter in self._parameters:
             if id(parameter.grad) in static:
                 parameter.grad = None
 
     def _capture(self, batch: Any) -> CapturedPass:
-        states = generator_states(self.device)
         static = tree_map_only(Tensor, Tensor.clone, batch)
+        self._parameters = list(self.module.parameters())
+        before = _State(self.module, self.device)
+        addresses: dict[str, int] = {}  # when the captured pass begins, which is the last
+
+        def run() -> Outputs:
+            addresses.update(
+                {name: _address(tensor) for name, tensor in _tensors(self.module).items()}
+            )
+            return self._outputs(static)
+
         try:
             with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-                outputs, replay = self.capture(lambda: self._outputs(static))
+                outputs, replay = self.capture(run)
         except RuntimeError as error:
             error.add_note(
                 f"while capturing the step in a CUDA graph; {self.remedy} to run without"
             )
             raise
-        set_generator_states(states, self.device)
-        return CapturedPass(static, outputs, replay, self._parameters_now())
+        self.changed = before.put_back()
+        others = [
+            name
+            for name, tensor in _tensors(self.module).items()
+            if tensor is not before.tensors.get(name) or _address(tensor) != addresses[name]
+        ]
+        if others:  # a replay would read the former ones, in memory that may be free
+            raise ValueError(
+                "a step that is captured in a CUDA graph must change parameters and buffers in "
+                f"place, got others for {', '.join(others)}: create them before the first step and "
+                f"write into them, or {self.remedy}"
+            )
+        return CapturedPass(static, outputs, replay, _memory(self.module))
 
     def _outputs(self, batch: Any) -> Outputs:
         """Run the pass and take its gradients; parameters have none yet, so none accumulate."""
-        before = [parameter.grad for parameter in self.parameters]
-        self._assign([None] * len(self.parameters))
+        before = [parameter.grad for parameter in self._parameters]
+        self._assign([None] * len(self._parameters))
 
         def state() -> Tensor | None:
             if torch.cuda.is_current_stream_capturing():
@@ -165,42 +189,88 @@ class CUDAGraphedStep:
         try:
             with checkpoints_without_generator(state) if is_on_gpu else nullcontext():
                 result = self.function(batch)
-            return Outputs(result, [parameter.grad for parameter in self.parameters])
+            return Outputs(result, [parameter.grad for parameter in self._parameters])
         finally:
             self._assign(before)
 
-    def _parameters_now(self) -> list[tuple[int, bool]]:
-        return [(_address(parameter), parameter.requires_grad) for parameter in self.parameters]
-
     def _assign(self, gradients: list[Tensor | None]) -> None:
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
 
 
-def changes_buffers(module: nn.Module) -> bool:
-    """Return whether this is a module of PyTorch or PyG with buffers, which a pass may change.
+class _State:
+    """Random generators, and parameters and buffers of a module, as they are at one time.
 
-    The passes before a capture would, too: a batch norm would count the first batch `WARM_UP` more
-    times in its running means.
+    Copies are in host memory, because the device may have no more than the step needs.
     """
-    is_upstream = type(module).__module__.startswith(("torch.nn.", "torch_geometric."))
-    return is_upstream and any(buffer is not None for buffer in module._buffers.values())
+
+    def __init__(self, module: nn.Module, device: torch.device):
+        self.device = device
+        self.generators = generator_states(device)
+        self.tensors = _tensors(module)
+        self.values = {
+            name: _values(tensor).detach().to("cpu", copy=True)
+            for name, tensor in self.tensors.items()
+        }
+
+    @torch.no_grad()
+    def put_back(self) -> set[str]:
+        """Put all of it back; return the names of parameters and buffers that had changed."""
+        set_generator_states(self.generators, self.device)
+        changed = set()
+        for name, former in self.values.items():
+            tensor = _values(self.tensors[name])
+            # a batch norm does not change `_version`, and a needless write would
+            if not torch.equal(_bits(tensor.cpu()), _bits(former)):
+                tensor.copy_(former)
+                changed.add(name)
+        return changed
 
 
-def _address(parameter: Any) -> int:
-    """Return the address of a parameter's data, of a DTensor that of its part on this rank."""
-    is_part = hasattr(parameter, "to_local")
-    return parameter.to_local().data_ptr() if is_part else parameter.data_ptr()
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_parameters()) | dict(module.named_buffers())
+
+
+def _memory(module: nn.Module) -> list[tuple[int, int, bool]]:
+    """Return id and address of parameters and buffers, and whether they need a gradient.
+
+    It is asked in every step, and looking for names takes five times as long.
+    """
+    modules = [module]
+    tensors: list[Tensor | None] = []
+    for part in modules:  # which grow
+        tensors += part._parameters.values()
+        tensors += part._buffers.values()
+        modules += [child for child in part._modules.values() if child is not None]
+    return [(id(t), _address(t), t.requires_grad) for t in tensors if t is not None]
+
+
+def _address(tensor: Tensor) -> int:
+    # most are plain, of which nothing else is asked
+    return (tensor if type(tensor) is nn.Parameter else _values(tensor)).data_ptr()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)  # where NaN equals NaN
+
+
+def _values(tensor: Any) -> Tensor:
+    """Return the values of a DTensor on this rank, those of a sparse tensor, or the tensor."""
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values()
+    return tensor if tensor.layout is torch.strided else tensor.values()
 
 
 def capture_cuda_graph(
-    function: Callable[[], Any], warm_up: Callable[[], Any] | None = None
+    function: Callable[[], Any],
 ) -> tuple[Any, Callable[[], None]]:
     """Capture a function in a CUDA graph on the current device, as `CUDAGraphedStep` needs it.
 
-    The function is called once during capture, when nothing is computed, and `warm_up` (None: the
-    function) `WARM_UP` times before. Returns the outputs of the function, in memory of the graph
-    and undefined before the first replay, and `replay`, which computes them on the current stream.
+    The function is called `WARM_UP` times, and once during capture, when nothing is computed.
+    Returns the outputs of the last call, in memory of the graph and undefined before the first
+    replay, and `replay`, which computes them on the current stream.
     """
     # Memory cached by uncaptured steps is usable by neither the side stream nor the graph:
     # the device would hold it up to three times. `torch.cuda.graph` frees the side stream's memory.
@@ -210,7 +280,7 @@ def capture_cuda_graph(
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(WARM_UP):
-            (warm_up or function)()
+            function()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     # NCCL's watchdog queries events meanwhile

@@ -57,7 +57,7 @@ def line():
 
 @pytest.fixture
 def captured(line):
-    return CUDAGraphedStep(line, line.parameters(), CPU, capture_in_place, REMEDY)
+    return CUDAGraphedStep(line, line, CPU, capture_in_place, REMEDY)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
@@ -178,6 +178,145 @@ def test_a_weight_that_is_trained_since_the_capture_moves_as_in_eager_steps(make
     assert_same(*weights)
 
 
+class Count(nn.Module):
+    """Counts and averages its inputs, in buffers that one part shares and another lacks."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.full((3,), float("nan")), persistent=False)
+        self.register_buffer("none", None)
+        self.register_buffer("constant", torch.eye(3).to_sparse())
+        self.part = nn.Module()
+        self.part.register_buffer("shared", self.mean)
+
+    def forward(self, x):
+        self.part.shared.nan_to_num_().lerp_(x.detach().mean(0), 0.1)
+        self.calls += 1
+        return torch.sparse.mm(self.constant, x.T).T + self.mean * self.calls
+
+
+class Decaying(nn.Linear):
+    """Shrinks its weights in place at each call."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.mul_(0.9)
+        return super().forward(x)
+
+
+STATEFUL = {
+    "batch norm": lambda: nn.BatchNorm1d(3),
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)),
+    "own": Count,
+    "weights": lambda: Decaying(3, 3),
+}
+
+
+def steps_of(part, *, captured):
+    """Return losses and states of four steps, with a reset before the last one."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 3), part())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def forward_backward(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    step = forward_backward
+    if captured:
+        step = CUDAGraphedStep(forward_backward, model, CPU, capture_in_place, REMEDY)
+    results = []
+    for number in range(4):
+        optimizer.zero_grad()
+        if captured and number == 3:
+            step.reset()
+        results.append(step(torch.randn(5, 3)))
+        optimizer.step()
+        state = (*model.parameters(), *model.buffers())
+        results += [tensor.detach().to_dense().clone() for tensor in state]
+    return results
+
+
+def test_a_captured_step_names_what_it_changes():
+    line = Line()
+    line.register_buffer("missing", torch.full((2,), float("nan")))
+    line.count = Count()
+    step = CUDAGraphedStep(lambda batch: line.count(batch), line, CPU, capture_in_place, REMEDY)
+    step(torch.ones(5, 3))
+    assert step.changed == {"count.calls", "count.mean"}
+
+
+@pytest.mark.parametrize("part", STATEFUL)
+def test_a_capture_puts_back_what_its_passes_change_in_buffers_and_weights(part):
+    assert_same(
+        steps_of(STATEFUL[part], captured=True), steps_of(STATEFUL[part], captured=False), part
+    )
+
+
+class Misused(nn.Module):
+    """Changes a buffer as no replay would."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.register_buffer("buffer", torch.zeros(2))
+        self.change = change
+
+    def forward(self, x):
+        self.change(self)
+        return (x + self.buffer).sum()
+
+
+def replace(module):
+    module.buffer = module.buffer + 1
+
+
+def create(module):
+    if not hasattr(module, "made"):
+        module.register_buffer("made", torch.zeros(2))
+    module.made += 1
+
+
+def move(module):
+    module.buffer.data = module.buffer.data + 1
+
+
+@pytest.mark.parametrize(
+    ("change", "name"), [(replace, "buffer"), (create, "made"), (move, "buffer")]
+)
+def test_buffers_that_a_pass_creates_or_replaces_are_refused(change, name):
+    module = Misused(change)
+    step = CUDAGraphedStep(module, module, CPU, capture_in_place, REMEDY)
+    message = f"in place, got others for {name}: .*, or set training"
+    with pytest.raises(ValueError, match=message):
+        step(torch.ones(2))
+
+
+@pytest.mark.parametrize("kind", ["parameter", "assigned", "buffer"])
+def test_a_step_is_captured_again_with_a_tensor_that_replaces_another(line, kind):
+    line.register_buffer("buffer", torch.ones(2))
+    captures = []
+
+    def capture(function):
+        captures.append(function)
+        return capture_in_place(function)
+
+    captured = CUDAGraphedStep(line, line, CPU, capture, REMEDY)
+    replayed(captured, line, 1)
+    replayed(captured, line, 2)
+    assert len(captures) == 1
+    if kind == "parameter":
+        line.factor = nn.Parameter(torch.tensor([5.0, 7.0]))
+    elif kind == "buffer":
+        line.buffer = torch.zeros(2)
+    else:
+        state = {name: tensor.clone() for name, tensor in line.state_dict().items()}
+        line.load_state_dict(state, assign=True)
+    assert_same(replayed(captured, line, 3), eager(line, 3))
+    assert len(captures) == 2
+
+
 @pytest.mark.parametrize("number", [1e-3, float("nan")])
 def test_training_releases_the_captured_step_at_the_end_and_after_an_error(make_trainer, number):
     replays = []
@@ -259,8 +398,8 @@ def test_a_replay_computes_the_pass_on_what_its_inputs_hold_now_without_calling_
         calls.append("pass")
         return 2 * inputs
 
-    outputs, replay = capture_cuda_graph(double, warm_up=lambda: calls.append("warm up"))
-    assert calls == [*["warm up"] * WARM_UP, "pass"]
+    outputs, replay = capture_cuda_graph(double)
+    assert len(calls) == WARM_UP + 1
     inputs.fill_(5.0)
     replay()
     assert outputs.tolist() == [10.0] * 3
@@ -273,5 +412,7 @@ def test_an_error_during_capture_names_the_option():
         raise RuntimeError("operation not permitted when stream is capturing")
 
     with pytest.raises(RuntimeError, match="not permitted") as raised:
-        CUDAGraphedStep(lambda batch: batch.inputs.sum(), [], CPU, capture, REMEDY)(batch_of(0))
+        CUDAGraphedStep(lambda batch: batch.inputs.sum(), nn.Module(), CPU, capture, REMEDY)(
+            batch_of(0)
+        )
     assert "training.cuda_graph=false" in raised.value.__notes__[0]

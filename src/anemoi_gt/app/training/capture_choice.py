@@ -6,8 +6,7 @@ true                   replayed                  ValueError with the reason
 false                  not captured              not captured
 
 With null, steps and modules of other packages or with hooks are not captured, because their Python
-code would run only at capture. So are models with buffers in PyTorch's modules, because the passes
-before a capture would change them, for example the running means of a batch norm.
+code would run only at capture.
 """
 
 import logging
@@ -20,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from anemoi_gt.app.training.config import TrainingConfig
 from anemoi_gt.nn import GraphTransformerBaseBlock
 from anemoi_gt.nn.plain import has_global_hooks, has_hooks, qualified_name
-from anemoi_gt.replay.cuda_graph import changes_buffers
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +85,8 @@ def messages_unsupported_reason(mesh: DeviceMesh) -> str | None:
 def unknown_code_reason(model: nn.Module, step_class: type) -> str | None:
     """Return the reason why later steps of a model may differ from the captured one, or None.
 
-    It is a step or a module of another package, a hook, for example one that counts calls or logs
-    values, or a buffer of a module of PyTorch.
+    It is a step or a module of another package, or a hook, for example one that counts calls or
+    logs values.
     """
     if not _is_known(step_class):
         return _runs_once(f"the Python code of {qualified_name(step_class)}")
@@ -101,11 +99,6 @@ def unknown_code_reason(model: nn.Module, step_class: type) -> str | None:
             return _runs_once(f"the Python code of {path}")
         if has_hooks(part):
             return _runs_once(f"hooks of {path}")
-        if changes_buffers(part):
-            return (
-                f"the passes before a capture would change the buffers of {path}; if they are "
-                "constant, set training.cuda_graph=true"
-            )
     for name, parameter in model.named_parameters():
         # set to None, or absent, until the first hook is registered
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):

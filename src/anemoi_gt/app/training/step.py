@@ -154,7 +154,7 @@ class TrainingStep:
     def capture(self, capture: Capture) -> None:
         """Replay forward and backward from the next step on, by a `CUDAGraphedStep`."""
         self._captured = CUDAGraphedStep(
-            self._forward_backward, self.model.parameters(), self.device, capture, REMEDY
+            self._forward_backward, self.model, self.device, capture, REMEDY
         )
 
     def close(self) -> None:

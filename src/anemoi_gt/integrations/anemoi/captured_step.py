@@ -11,12 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anemoi_gt.replay.cuda_graph import (
-    Capture,
-    CUDAGraphedStep,
-    capture_cuda_graph,
-    changes_buffers,
-)
+from anemoi_gt.replay.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph
 
 Slot = tuple[dict, Any]  # a dictionary, such as `vars` of a module, and a key
 _NOTHING = object()
@@ -33,9 +28,8 @@ def capture_step(
     Parameters
     ----------
     function : callable
-        As for `CUDAGraphedStep`, of a batch of tensors on the device in any
-        nesting and the parameters of `module`. A loss is scaled inside, weights are updated
-        outside.
+        As for `CUDAGraphedStep`, of a batch of tensors on the device in any nesting. A loss is
+        scaled inside, weights are updated outside.
     module : torch.nn.Module
         Module on one device; its parameters get the gradients.
     capture : callable
@@ -52,8 +46,8 @@ def capture_step(
     ------
     ValueError
         If the module is not on a GPU, or a submodule is compiled to replay CUDA graphs of its own,
-        as with mode "max-autotune", or changes its buffers, as a batch norm; at a call, if a batch
-        has other shapes or dtypes than the first, or if layers with dropout are checkpointed.
+        as with mode "max-autotune"; at a call, as `CUDAGraphedStep`, or if layers with dropout are
+        checkpointed.
 
     Examples
     --------
@@ -70,7 +64,7 @@ def capture_step(
     indices = indices_on_device(module, device)
     return CUDAGraphedStep(
         replaced_values(indices)(function),
-        module.parameters(),
+        module,
         device,
         capture,
         "call the function itself",
@@ -86,18 +80,12 @@ def check_device(device: torch.device, capture: Capture) -> None:
 
 
 def check_submodules(module: nn.Module, remedy: str) -> None:
-    """Raise ValueError if a submodule was compiled to replay CUDA graphs, or changes its buffers.
+    """Raise ValueError if a submodule was compiled to replay CUDA graphs.
 
     PyTorch's modes "max-autotune" and "reduce-overhead" replay graphs of their own, which cannot be
-    captured. For buffers, see `changes_buffers`.
+    captured.
     """
     for name, submodule in module.named_modules():
-        if changes_buffers(submodule):
-            raise ValueError(
-                "a step that is captured in a CUDA graph must have no buffers that the passes "
-                f"before the capture would change, got {type(submodule).__name__} in {name}: "
-                f"{remedy}"
-            )
         # Module.compile keeps its function among them; get_compiler_config is PyTorch's own
         for value in vars(submodule).values():
             read_config = getattr(value, "get_compiler_config", None)

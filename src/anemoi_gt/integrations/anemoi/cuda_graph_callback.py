@@ -103,12 +103,13 @@ class CUDAGraphCallback(Callback):
             indices = indices_on_device(module, trainer.strategy.root_device)
             function = partial(self._forward_backward, trainer, module, scalers, indices, rest)
             device = trainer.strategy.root_device
-            self._step = CUDAGraphedStep(
-                function, module.parameters(), device, self._capture, self.remedy
-            )
+            self._step = CUDAGraphedStep(function, module, device, self._capture, self.remedy)
         # of the last step; Lightning discards it after `training_step`
         self._step.release_gradients()
         (output, logged), self._gradients = self._step.replay(inputs)
+        if trainer.world_size > 1:
+            changed = self._step.changed if trainer.strategy.model.broadcast_buffers else set()
+            check_processes(module, self._gradients, changed, self.remedy)
         for arguments, options in logged:
             module.log(*arguments, **options)
         return output
@@ -254,13 +255,33 @@ def check_capturable(
     check_submodules(module, remedy)
 
 
+def check_processes(
+    module: LightningModule, gradients: list[Tensor | None], changed: set[str], remedy: str
+) -> None:
+    """Raise ValueError if DDP would do more in a step than to average gradients.
+
+    It broadcasts buffers; `changed` are those that a pass changes. It leaves None where no process
+    has a gradient, and an optimiser skips the weight; the average would be zero, and weights decay.
+    """
+    parameters = zip(module.named_parameters(), gradients, strict=True)
+    unused = {name for (name, weight), grad in parameters if grad is None and weight.requires_grad}
+    if changed or unused:
+        raise ValueError(
+            "a step that several processes replay must not change buffers unless "
+            "broadcast_buffers of the strategy is False, and must differentiate by all weights "
+            f"that are not frozen, got {', '.join(sorted(changed | unused))}: {remedy}"
+        )
+
+
 def _tensors_of_loss(module: LightningModule) -> list[tuple[dict, Any]]:
-    """Return the slots of tensors in a loss that Anemoi replaces per step, such as NaN masks."""
+    """Return the slots of tensors in a loss that Anemoi replaces per step, such as NaN masks.
+
+    Parameters and buffers stay where they are: a pass may write into them.
+    """
     loss = getattr(module, "loss", None)
     if not isinstance(loss, nn.Module):
         return []
+    registries = ("_parameters", "_buffers")
     return list(
-        slots_of(
-            loss, lambda _, value: isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-        )
+        slots_of(loss, lambda name, value: isinstance(value, Tensor) and name not in registries)
     )
