@@ -132,18 +132,42 @@ def test_a_continued_run_keeps_the_best_weights_that_it_does_not_beat(trainer):
     assert load_checkpoint(last)["best_loss"] == 0.0
 
 
-def test_with_other_validation_dates_the_best_weights_are_chosen_again(trainer, caplog):
-    stop(trainer("run"))
+@pytest.mark.parametrize("after", [STOP_AFTER, None])
+def test_with_other_validation_dates_the_best_weights_are_chosen_again(trainer, caplog, after):
+    """Also if the run has ended, and takes no step more."""
+    if after is None:
+        fit(trainer("run"))
+    else:
+        stop(trainer("run"), after)
     continued = trainer("run")
     best, last = continued.folder / "best.pt", continued.folder / "last.pt"
     save_checkpoint(best, load_checkpoint(best) | {"best_loss": 0.0})
     continued.description["data"] = {"valid": ["2020-01", "2020-02"]}
+    state = load_checkpoint(last) | {"best_loss": 0.0}
     with caplog.at_level("INFO"):
-        continued.load_state_dict(load_checkpoint(last) | {"best_loss": 0.0})
-    records = fit(continued)
+        continued.load_state_dict(state)
+    losses = [
+        record["loss"]
+        for record in fit(continued)
+        if record["split"] == "valid" and record["step"] >= state["step"]
+    ]
+    if after is None:
+        losses = losses[1:]  # the first is of the former dates
     assert "data.valid was None and is ['2020-01', '2020-02']: best.pt starts again" in caplog.text
-    losses = [record["loss"] for record in records if record["split"] == "valid"]
-    assert load_checkpoint(best)["best_loss"] == min(losses[1:])  # the first is of the former dates
+    assert load_checkpoint(best)["best_loss"] == continued.best_loss == min(losses)
+    assert load_checkpoint(last)["config"] == continued.description
+
+
+def test_the_best_weights_of_other_dates_are_replaced_even_if_their_loss_was_lower(trainer):
+    """As after a kill between last.pt with the loss of the new dates, and best.pt."""
+    fit(trainer("run"))
+    continued = trainer("run")
+    best = continued.folder / "best.pt"
+    expected = load_checkpoint(best)["best_loss"]
+    save_checkpoint(best, load_checkpoint(best) | {"step": 2, "best_loss": 0.0})
+    fit(load(continued))
+    assert load_checkpoint(best)["step"] == NUMBERS["steps"]
+    assert load_checkpoint(best)["best_loss"] == continued.best_loss == expected
 
 
 @pytest.mark.parametrize("valid_every", [2, 3])
@@ -173,8 +197,9 @@ def test_weights_of_a_later_step_are_not_saved_as_the_best_ones_of_a_lost_file(t
         continued.load_state_dict(state)
     assert "has lost the best weights of the run: best.pt starts again" in caplog.text
     records = fit(continued)
-    assert load_checkpoint(best)["step"] == 6
-    assert load_checkpoint(best)["best_loss"] == records[-1]["loss"]
+    losses = {record["step"]: record["loss"] for record in records if record["split"] == "valid"}
+    assert load_checkpoint(best)["best_loss"] == min(losses[5], losses[6]) > 0
+    assert losses[load_checkpoint(best)["step"]] == load_checkpoint(best)["best_loss"]
 
 
 def test_a_finished_run_takes_no_step_when_it_is_continued(trainer):
