@@ -12,6 +12,7 @@ import torch
 from support.capturing import capture_in_place
 
 from anemoi_gt.app.datasets.forecast_dataset import TrainingBatches
+from anemoi_gt.app.datasets.forecast_dataset import load as load_batches
 from anemoi_gt.app.training.progress import Stopped, StopRequest
 from anemoi_gt.app.training.run_files import MetricsFile, load_checkpoint, save_checkpoint
 from anemoi_gt.replay.rng import seed_generators
@@ -118,6 +119,36 @@ def test_samples_that_draw_from_global_generators_continue_too(trainer, splits):
     stop(trainer("stopped", noisy))
     seed_generators(99)
     assert without_speed(fit(load(trainer("stopped", noisy)))) == without_speed(records)
+
+
+@pytest.mark.parametrize("since", [0, 2])
+def test_what_samples_draw_follows_from_seed_and_step_on_any_number_of_data_ranks(splits, since):
+    def inputs(dataset, rank=0, ranks=1, seed=5):
+        batches = TrainingBatches(dataset, 4, 4, seed, torch.device("cpu"), rank, ranks)
+        return [batch.inputs for batch in batches.since(since)]
+
+    noisy, before = NoisySamples(splits.train), torch.get_rng_state()
+    whole = inputs(noisy)
+    assert len(whole) == 4 - since
+    np.random.seed(1)  # noqa: NPY002
+    for first, second, both in zip(inputs(noisy, 0, 2), inputs(noisy, 1, 2), whole, strict=True):
+        assert torch.equal(torch.cat([first, second]), both)
+    amounts = []
+    for seed in (5, 6):
+        noise = torch.cat(inputs(noisy, seed=seed)) - torch.cat(inputs(splits.train, seed=seed))
+        amounts += noise.mean(dim=(1, 2)).tolist()
+    differences = np.diff(sorted(amounts))
+    assert differences.min() > 1e-4  # no amount comes twice
+    assert 0.3 < np.std(amounts) < 0.8  # of sums of three numbers between 0 and 1
+    assert torch.equal(torch.get_rng_state(), before)  # from which dropout draws
+
+
+def test_validations_draw_the_same(splits):
+    first, second = (
+        list(load_batches(NoisySamples(splits.valid), 2, torch.device("cpu"))) for _ in range(2)
+    )
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one.inputs, other.inputs)
 
 
 def test_a_continued_run_keeps_the_best_weights_that_it_does_not_beat(trainer):
