@@ -384,6 +384,8 @@ class _DatasetReader:
             origin = f"start {minutes(start.values)}, {origin}".removesuffix(", ")
         time_dim = time.dims[0] if time.ndim else None
         seconds = time.dt.round("s").values  # hours as fractions of days are off by less
+        if np.isnat(seconds).any():
+            raise FieldError(f"{array.name} of {self.name} must have a date at every time, got NaT")
         return np.atleast_1d(seconds).astype("datetime64[ns]"), time_dim, origin
 
     def _valid_time(self, part: "xarray.DataArray") -> "xarray.DataArray | None":
