@@ -15,7 +15,6 @@ from anemoi_gt.app.datasets.forecast_dataset import TrainingBatches
 from anemoi_gt.app.datasets.forecast_dataset import load as load_batches
 from anemoi_gt.app.training.progress import Stopped, StopRequest
 from anemoi_gt.app.training.run_files import MetricsFile, load_checkpoint, save_checkpoint
-from anemoi_gt.replay.rng import seed_generators
 
 from ..conftest import assert_same, fit, without_speed
 
@@ -92,7 +91,7 @@ def test_a_run_that_is_stopped_twice_ends_with_the_same_bits(trainer, precision)
     for after in (STOP_AFTER, None):
         # Other weights at first, and generators elsewhere: all must come from the checkpoint.
         continued = trainer("stopped", precision=precision, weights_seed=1)
-        seed_generators(99)
+        torch.manual_seed(99)
         load(continued)
         if after is not None:
             stop(continued, after)
@@ -117,7 +116,7 @@ def test_samples_that_draw_from_global_generators_continue_too(trainer, splits):
     records = fit(trainer("whole", noisy))
     assert without_speed(records) != without_speed(fit(trainer("quiet")))
     stop(trainer("stopped", noisy))
-    seed_generators(99)
+    torch.manual_seed(99)
     assert without_speed(fit(load(trainer("stopped", noisy)))) == without_speed(records)
 
 

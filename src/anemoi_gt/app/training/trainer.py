@@ -23,7 +23,7 @@ from anemoi_gt.app.training.run_files import (
 )
 from anemoi_gt.app.training.run_folder import BEST, LAST
 from anemoi_gt.app.training.step import TrainingStep
-from anemoi_gt.replay.rng import generator_states, seed_generators, set_generator_states
+from anemoi_gt.replay.rng import generator_states, set_generator_states
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class Trainer:
         self._metrics = metrics
         shown: dict[str, float] = {}
         if self._generators is None:
-            seed_generators(self.config.seed)
+            torch.manual_seed(self.config.seed)
         else:
             set_generator_states(self._generators, self.device)
         self._meter.start()
