@@ -18,7 +18,13 @@ from anemoi_gt.app.datasets.fields import Level
 from anemoi_gt.app.datasets.roles import Roles
 from anemoi_gt.app.datasets.sphere_advection import sphere
 from anemoi_gt.app.datasets.xarray_reader import read_dataset
-from anemoi_gt.app.forecast_file import check_forecast_path, describe_forecast, regular_axes
+from anemoi_gt.app.forecast_file import (
+    check_forecast_path,
+    describe_forecast,
+    join_starts,
+    regular_axes,
+    write_forecast,
+)
 from anemoi_gt.data.grids import octahedral, regional
 from anemoi_gt.data.nodes import Nodes
 
@@ -268,6 +274,40 @@ def test_a_rotated_grid_keeps_its_dimensions_and_its_grid_mapping(workdir, start
     again = fields_of("forecast/rollout.nc")
     assert list(again.readers) == ["t2m"]
     np.testing.assert_allclose(again.nodes.lat, source.lat.values.ravel())
+
+
+# attributes that name other variables, CF conventions, appendix A
+REFERENCES = (
+    *("ancillary_variables", "bounds", "cell_measures", "climatology", "compress", "formula_terms"),
+    *("geometry", "instance_dimension", "node_coordinates", "coordinates", "grid_mapping"),
+)
+
+
+@pytest.mark.parametrize("suffix", [".nc", ".zarr"])
+@pytest.mark.parametrize("starts", [["latest"], ["2020-01-05", "latest"]])
+def test_a_forecast_file_names_no_variable_that_it_does_not_have(starts, suffix, tmp_path):
+    source = rotated_file().assign_coords(height=2.0)
+    source.height.attrs |= {"standard_name": "height", "units": "m", "positive": "up"}
+    for name in ("t2m", "rlat", "rlon", "lat", "lon", "height", "time"):
+        source[name].attrs |= dict.fromkeys(REFERENCES[:-2], "left_out")
+        source[name].attrs |= {"cell_measures": "area: left_out", "formula_terms": "a: left_out"}
+    source["left_out"] = source.rlat
+    data = FieldDataset(FieldStates(fields_of(source), Roles(("t2m",), (), ()), 6.0, 1))
+    forecasts = []
+    for start in starts:
+        states = np.zeros((1, 2, len(data.nodes), 1))
+        forecasts.append(describe_forecast(data.starting_at(start), 0, states))
+    path = tmp_path / f"forecast{suffix}"
+    write_forecast(path, join_starts(forecasts))
+    raw = xarray.open_dataset(path, decode_cf=False, engine={".nc": "netcdf4"}.get(suffix, "zarr"))
+    for variable in raw.variables.values():
+        for attribute in REFERENCES:
+            assert set(variable.attrs.get(attribute, "").split()) <= set(raw.variables)
+    assert raw.t2m.attrs["grid_mapping"] == "rotated_pole"
+    assert "rotated_pole" not in raw.t2m.attrs["coordinates"].split()
+    assert "coordinates" not in raw.attrs
+    kept = {"standard_name": "grid_latitude", "units": "degrees"}
+    assert {name: raw.rlat.attrs.get(name) for name in kept} == kept
 
 
 def test_names_that_a_file_cannot_hold_are_distinct_with_the_original_in_long_name(workdir, start):

@@ -88,6 +88,40 @@ def test_map_draws_values_at_their_positions(nodes, projection):
     assert np.abs(mesh.get_array() - rows).max() < spacing
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("lat", "lon"),
+    [
+        (np.full(8, 50.0), np.arange(8.0)),
+        (np.full(36, -89.9), np.arange(0.0, 360, 10)),
+        (np.arange(40.0, 50), np.full(10, 3.0)),
+        ([50.0], [3.0]),
+        ([90.0], [0.0]),
+        ([50.0, 51.0], [3.0, 5.0]),
+        ([80.0, -80.0], [3.0, 100.0]),
+        ([50.0, 50.0, 50.0], [3.0, 3.0, 3.0]),
+        (np.repeat([88.0, 89.0, 90.0], 36), np.tile(np.arange(0.0, 360, 10), 3)),
+        (np.repeat([50.0, 50.001], 100), np.tile(np.linspace(0, 80, 100), 2)),
+    ],
+    ids=[
+        *("parallel", "round the pole", "meridian", "point", "pole", "two", "two on a globe"),
+        *("one place", "cap", "strip"),
+    ],
+)
+def test_nodes_on_a_line_at_a_pole_or_very_few_are_drawn(lat, lon):
+    nodes = Nodes(lat, lon)
+    values = nodes.lat + nodes.lon
+    image = MapImage(nodes)
+    figure = Figure()
+    axes = figure.add_subplot(projection=image.projection)
+    mesh = image.draw(axes, values)
+    figure.draw_without_rendering()
+    drawn = mesh.get_array().compressed()
+    assert 10_000 < len(drawn) < 200_000
+    assert values.min() - 1e-9 < drawn.min() <= values.min() + 0.1 * np.ptp(values)
+    assert values.max() + 1e-9 > drawn.max() >= values.max() - 0.1 * np.ptp(values)
+
+
 def field_data_with_land():
     """Return test samples of a variable with a long name and units with exponents, without values over land."""
     weather = weather_file()[["t2m"]].rename(t2m="sea_surface_temperature")

@@ -100,11 +100,13 @@ def describe_forecast(
         coordinates["number"] = ("number", _labels(labels), names)
     elif labels != [""]:
         coordinates["number"] = ((), _labels(labels)[0], names)
-    mapping = None if dataset.grid is None else dataset.grid.mapping
-    if mapping is not None:
-        # in CF, the attributes of a grid mapping count, not its value
-        coordinates[mapping[0]] = ((), np.int32(0), mapping[1])
     shared = [name for name in coordinates if name not in dims]
+    encoding = {}
+    if dataset.grid is not None and dataset.grid.mapping is not None:
+        # in CF, the attributes of a grid mapping count, not its value
+        mapping, mapping_attributes = dataset.grid.mapping
+        coordinates[mapping] = ((), np.int32(0), mapping_attributes)
+        encoding["grid_mapping"] = mapping  # from an attribute, xarray would make it a coordinate
     vertical: dict[tuple, str] = {}  # names of scalar coordinates, by kind and value
     variables: dict[str, tuple] = {}
     fields = rearrange(states, "members steps nodes variables -> variables members steps nodes")
@@ -127,13 +129,11 @@ def describe_forecast(
                     own.append(vertical[place])
         if own:  # otherwise xarray names all scalar coordinates for all variables
             attributes["coordinates"] = " ".join(own)
-        if mapping is not None:
-            attributes["grid_mapping"] = mapping[0]
         written = _distinct_name(name, {*variables, *dataset.variables} - {name})
         if written != name:
             described = attributes.get("long_name")
             attributes["long_name"] = name if described is None else f"{described} ({name})"
-        variables[written] = (dims, values, attributes)
+        variables[written] = (dims, values, attributes, encoding)
     title = f"{dataset.title(sample)}, {steps} steps"
     if members > 1:
         title = f"{title.replace(f', member {labels[0]}', '')}, {members} members"

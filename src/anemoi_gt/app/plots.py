@@ -300,7 +300,8 @@ class MapImage:
         rows, columns = _pixels(nodes, is_global=self._is_global)
         lat, lon = np.meshgrid(rows, columns, indexing="ij")
         tree = import_extra("scipy.spatial", "train").cKDTree(nodes.xyz)
-        distance, self._node = tree.query(Nodes(lat.ravel(), lon.ravel()).xyz, k=NEIGHBOURS)
+        nearest = np.arange(1, min(NEIGHBOURS, len(nodes)) + 1)
+        distance, self._node = tree.query(Nodes(lat.ravel(), lon.ravel()).xyz, k=nearest)
         weight = 1 / (distance**2 + 1e-12)  # a pixel at a node gets the value of that node
         self._weight = weight / weight.sum(axis=1, keepdims=True)
         # Beyond the nodes, as around a rotated domain, the image is transparent.
@@ -308,7 +309,8 @@ class MapImage:
         spacing = tree.query(nodes.xyz, k=[size])[0].max()
         # Near a pole, the neighbours of a row are closer than its next row.
         row_gap = np.diff(np.unique(nodes.lat.round(4)), append=nodes.lat.max()).max()
-        self._is_beyond = distance[:, 0] > max(spacing, np.deg2rad(row_gap))
+        reach = max(spacing, np.deg2rad(row_gap)) or np.inf  # of a single point
+        self._is_beyond = distance[:, 0] > reach
         to_axes = np.deg2rad if self._is_global else np.asarray  # units of the axes
         self._lat, self._lon = to_axes(rows), to_axes(columns)
         self._coastlines = []
@@ -371,12 +373,16 @@ def _pixels(nodes: Nodes, *, is_global: bool) -> tuple[np.ndarray, np.ndarray]:
     if is_global:
         step = 180 / IMAGE_ROWS
         return np.arange(-90 + step / 2, 90, step), np.arange(-180 + step / 2, 180, step)
-    step = np.ptp(nodes.lat) / IMAGE_ROWS
     lon = np.unique(nodes.lon % 360)
     west = lon[np.argmax(np.diff(lon, prepend=lon[-1] - 360))]  # east of the widest gap
     lon = (nodes.lon - west) % 360 + (west if west <= 180 else west - 360)
+    # nodes on one parallel or meridian get a width, and a single point 1 degree
+    parallel = np.cos(np.deg2rad(nodes.lat.mean()))
+    least = max(np.ptp(nodes.lat), np.ptp(lon) * parallel) / 8 or 1.0
 
-    def centres(axis: np.ndarray) -> np.ndarray:
-        return np.arange(axis.min(), axis.max() + step / 2, step)
+    def centres(axis: np.ndarray, number: int) -> np.ndarray:
+        middle, half = (axis.min() + axis.max()) / 2, max(np.ptp(axis), least) / 2
+        return np.linspace(middle - half, middle + half, number)
 
-    return centres(nodes.lat), centres(lon)
+    rows = centres(nodes.lat, IMAGE_ROWS)
+    return rows[np.abs(rows) <= 90], centres(lon, 2 * IMAGE_ROWS)

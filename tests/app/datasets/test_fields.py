@@ -484,6 +484,16 @@ def test_what_is_no_file_of_fields_is_refused(name, file, tmp_path):
         fields_of(str(path))
 
 
+@pytest.mark.parametrize("t", [0, 5, -1])
+def test_a_time_without_a_date_is_refused(tmp_path, t):
+    """As of a record that was laid out and never written."""
+    times = TIMES.copy()
+    times[t] = np.datetime64("NaT")
+    weather_file().assign_coords(time=times).to_netcdf(tmp_path / "weather.nc")
+    with pytest.raises(ValueError, match="must have a date at every time, got NaT"):
+        field_data(str(tmp_path / "weather.nc"))
+
+
 def test_times_that_are_no_dates_are_refused(tmp_path):
     weather = weather_file()
     weather.convert_calendar("noleap").to_netcdf(tmp_path / "model.nc")

@@ -12,9 +12,9 @@ import torch
 from support.capturing import capture_in_place
 
 from anemoi_gt.app.datasets.forecast_dataset import TrainingBatches
+from anemoi_gt.app.datasets.forecast_dataset import load as load_batches
 from anemoi_gt.app.training.progress import Stopped, StopRequest
 from anemoi_gt.app.training.run_files import MetricsFile, load_checkpoint, save_checkpoint
-from anemoi_gt.replay.rng import seed_generators
 
 from ..conftest import assert_same, fit, without_speed
 
@@ -91,7 +91,7 @@ def test_a_run_that_is_stopped_twice_ends_with_the_same_bits(trainer, precision)
     for after in (STOP_AFTER, None):
         # Other weights at first, and generators elsewhere: all must come from the checkpoint.
         continued = trainer("stopped", precision=precision, weights_seed=1)
-        seed_generators(99)
+        torch.manual_seed(99)
         load(continued)
         if after is not None:
             stop(continued, after)
@@ -116,8 +116,38 @@ def test_samples_that_draw_from_global_generators_continue_too(trainer, splits):
     records = fit(trainer("whole", noisy))
     assert without_speed(records) != without_speed(fit(trainer("quiet")))
     stop(trainer("stopped", noisy))
-    seed_generators(99)
+    torch.manual_seed(99)
     assert without_speed(fit(load(trainer("stopped", noisy)))) == without_speed(records)
+
+
+@pytest.mark.parametrize("since", [0, 2])
+def test_what_samples_draw_follows_from_seed_and_step_on_any_number_of_data_ranks(splits, since):
+    def inputs(dataset, rank=0, ranks=1, seed=5):
+        batches = TrainingBatches(dataset, 4, 4, seed, torch.device("cpu"), rank, ranks)
+        return [batch.inputs for batch in batches.since(since)]
+
+    noisy, before = NoisySamples(splits.train), torch.get_rng_state()
+    whole = inputs(noisy)
+    assert len(whole) == 4 - since
+    np.random.seed(1)  # noqa: NPY002
+    for first, second, both in zip(inputs(noisy, 0, 2), inputs(noisy, 1, 2), whole, strict=True):
+        assert torch.equal(torch.cat([first, second]), both)
+    amounts = []
+    for seed in (5, 6):
+        noise = torch.cat(inputs(noisy, seed=seed)) - torch.cat(inputs(splits.train, seed=seed))
+        amounts += noise.mean(dim=(1, 2)).tolist()
+    differences = np.diff(sorted(amounts))
+    assert differences.min() > 1e-4  # no amount comes twice
+    assert 0.3 < np.std(amounts) < 0.8  # of sums of three numbers between 0 and 1
+    assert torch.equal(torch.get_rng_state(), before)  # from which dropout draws
+
+
+def test_validations_draw_the_same(splits):
+    first, second = (
+        list(load_batches(NoisySamples(splits.valid), 2, torch.device("cpu"))) for _ in range(2)
+    )
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one.inputs, other.inputs)
 
 
 def test_a_continued_run_keeps_the_best_weights_that_it_does_not_beat(trainer):
@@ -132,18 +162,42 @@ def test_a_continued_run_keeps_the_best_weights_that_it_does_not_beat(trainer):
     assert load_checkpoint(last)["best_loss"] == 0.0
 
 
-def test_with_other_validation_dates_the_best_weights_are_chosen_again(trainer, caplog):
-    stop(trainer("run"))
+@pytest.mark.parametrize("after", [STOP_AFTER, None])
+def test_with_other_validation_dates_the_best_weights_are_chosen_again(trainer, caplog, after):
+    """Also if the run has ended, and takes no step more."""
+    if after is None:
+        fit(trainer("run"))
+    else:
+        stop(trainer("run"), after)
     continued = trainer("run")
     best, last = continued.folder / "best.pt", continued.folder / "last.pt"
     save_checkpoint(best, load_checkpoint(best) | {"best_loss": 0.0})
     continued.description["data"] = {"valid": ["2020-01", "2020-02"]}
+    state = load_checkpoint(last) | {"best_loss": 0.0}
     with caplog.at_level("INFO"):
-        continued.load_state_dict(load_checkpoint(last) | {"best_loss": 0.0})
-    records = fit(continued)
+        continued.load_state_dict(state)
+    losses = [
+        record["loss"]
+        for record in fit(continued)
+        if record["split"] == "valid" and record["step"] >= state["step"]
+    ]
+    if after is None:
+        losses = losses[1:]  # the first is of the former dates
     assert "data.valid was None and is ['2020-01', '2020-02']: best.pt starts again" in caplog.text
-    losses = [record["loss"] for record in records if record["split"] == "valid"]
-    assert load_checkpoint(best)["best_loss"] == min(losses[1:])  # the first is of the former dates
+    assert load_checkpoint(best)["best_loss"] == continued.best_loss == min(losses)
+    assert load_checkpoint(last)["config"] == continued.description
+
+
+def test_the_best_weights_of_other_dates_are_replaced_even_if_their_loss_was_lower(trainer):
+    """As after a kill between last.pt with the loss of the new dates, and best.pt."""
+    fit(trainer("run"))
+    continued = trainer("run")
+    best = continued.folder / "best.pt"
+    expected = load_checkpoint(best)["best_loss"]
+    save_checkpoint(best, load_checkpoint(best) | {"step": 2, "best_loss": 0.0})
+    fit(load(continued))
+    assert load_checkpoint(best)["step"] == NUMBERS["steps"]
+    assert load_checkpoint(best)["best_loss"] == continued.best_loss == expected
 
 
 @pytest.mark.parametrize("valid_every", [2, 3])
@@ -173,8 +227,9 @@ def test_weights_of_a_later_step_are_not_saved_as_the_best_ones_of_a_lost_file(t
         continued.load_state_dict(state)
     assert "has lost the best weights of the run: best.pt starts again" in caplog.text
     records = fit(continued)
-    assert load_checkpoint(best)["step"] == 6
-    assert load_checkpoint(best)["best_loss"] == records[-1]["loss"]
+    losses = {record["step"]: record["loss"] for record in records if record["split"] == "valid"}
+    assert load_checkpoint(best)["best_loss"] == min(losses[5], losses[6]) > 0
+    assert losses[load_checkpoint(best)["step"]] == load_checkpoint(best)["best_loss"]
 
 
 def test_a_finished_run_takes_no_step_when_it_is_continued(trainer):

@@ -7,6 +7,7 @@ holds the normalisation, converts outputs to forecasts:
 """
 
 import copy
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import BatchSampler, Dataset, RandomSampler, default_collate
 
 from anemoi_gt.app.datasets.fields import Grid, Key, minutes
 from anemoi_gt.app.datasets.physical import PhysicalInputs
@@ -54,8 +55,8 @@ class ForecastDataset(Dataset, ABC):
     index (except `__len__`). It also implements `reference` if the change is not relative to the
     present, `advance` to support rollouts, `start_time` if samples have dates, and `normalisation`
     and `normalised_by` if inputs are normalised by statistics, so that checkpoints store them.
-    Random samples, such as noise on the inputs, are drawn from a generator seeded by the index: the
-    global generators have the same state on all ranks.
+    Samples may draw from the CPU's global generators, such as noise on the inputs: these are seeded
+    for each sample of a batch, by the seed of the run and the number of the sample in its order.
 
     Attributes
     ----------
@@ -412,10 +413,8 @@ class TrainingBatches:
         # skipped indices are drawn, and their samples not loaded
         remaining = islice(enumerate(order), step * self.batch_size, None)
         share = share_of_batch(self.batch_size, self.ranks)
-        local_samples = (
-            sample for n, sample in remaining if n % self.batch_size // share == self.rank
-        )
-        return load(self.dataset, share, self.device, local_samples)
+        own = ((n, i) for n, i in remaining if n % self.batch_size // share == self.rank)
+        return load(self.dataset, share, self.device, own, self.seed)
 
 
 def share_of_batch(batch_size: int, ranks: int) -> int:
@@ -432,13 +431,29 @@ def load(
     dataset: ForecastDataset,
     batch_size: int,
     device: torch.device,
-    order: Iterable[int] | None = None,
+    order: Iterable[tuple[int, int]] | None = None,
+    seed: int = 0,
 ) -> Iterator[Sample]:
     """Yield the batches [B, N, channels] of a data set on a device; the last one may be smaller.
 
-    `order` yields indices of the samples; None is all of them once, in order.
+    `order` yields numbers, which seed what a sample draws, and indices of samples; None is all of
+    them once, in order.
     """
-    # With a generator of its own; otherwise each loader draws from the generator of dropout.
-    loader = DataLoader(dataset, batch_size=batch_size, sampler=order, generator=torch.Generator())
-    for inputs, target in loader:
+    if order is None:
+        order = enumerate(range(len(dataset)))
+    samples: Any = (seeded_sample(dataset, i, seed, n) for n, i in order)
+    for batch in BatchSampler(samples, batch_size, drop_last=False):
+        inputs, target = default_collate(batch)
         yield Sample(inputs.to(device), target.to(device))
+
+
+def seeded_sample(dataset: ForecastDataset, i: int, *seeds: int) -> Sample:
+    """Return sample i, which may draw from the CPU's global generators, seeded by `seeds`.
+
+    PyTorch's generator, from which dropout draws, is restored.
+    """
+    random.seed(str(seeds))
+    np.random.seed(random.getrandbits(32))  # noqa: NPY002  this is about the global generator
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(random.getrandbits(64))
+        return dataset[i]

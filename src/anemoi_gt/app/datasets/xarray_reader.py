@@ -63,8 +63,10 @@ VERTICAL = ("surface", "height", "heightAboveGround", "depth", "hybrid", "level"
 MODEL_LEVEL = ("model_level_number", "hybrid", "model_level")
 # attributes of a variable that must be equal at all times; the others are about grid and packing
 KEYS = ("standard_name", "cell_methods", "GRIB_stepType", "GRIB_dataType", "GRIB_typeOfLevel")
-# attributes of a variable that are copied to forecast files
+# Attributes that are copied to forecast files, of a variable and of a coordinate of its grid.
+# Others, such as bounds, may name variables that the forecast does not have.
 COPIED_ATTRIBUTES = ("long_name", "standard_name", "cell_methods", "GRIB_cfName")
+COPIED_OF_COORDINATES = ("long_name", "standard_name", "units", "axis")
 TIME_METHOD = re.compile(r"\btime:(?: *\w+:)* *(\w+)")  # in cell_methods
 GRID_MAPPING = ("grid_mapping_name", "crs_wkt", "spatial_ref")  # attributes of one
 
@@ -159,7 +161,7 @@ class _DatasetReader:
         if array.dtype.kind not in "fiub":
             raise LeftOutError(f"its values are {array.dtype}, and not numbers")
         grid = self._grid(array)
-        attributes = {key: str(array.attrs[key]) for key in COPIED_ATTRIBUTES if key in array.attrs}
+        attributes = _copied(array, COPIED_ATTRIBUTES)
         units = str(array.attrs.get("units", array.attrs.get("GRIB_units", "")))
         others = tuple((key, str(array.attrs[key])) for key in KEYS if key in array.attrs)
         self._check_constant(array)
@@ -245,7 +247,7 @@ class _DatasetReader:
         coordinates = {}
         for dim in dims:
             if dim in array.coords and array[dim].dtype.kind in "fiu":
-                coordinates[dim] = (array[dim].values, dict(array[dim].attrs))
+                coordinates[dim] = (array[dim].values, _copied(array[dim], COPIED_OF_COORDINATES))
         described = None
         if mapping in self.source.variables:
             described = (mapping, dict(self.source[mapping].attrs))
@@ -382,6 +384,8 @@ class _DatasetReader:
             origin = f"start {minutes(start.values)}, {origin}".removesuffix(", ")
         time_dim = time.dims[0] if time.ndim else None
         seconds = time.dt.round("s").values  # hours as fractions of days are off by less
+        if np.isnat(seconds).any():
+            raise FieldError(f"{array.name} of {self.name} must have a date at every time, got NaT")
         return np.atleast_1d(seconds).astype("datetime64[ns]"), time_dim, origin
 
     def _valid_time(self, part: "xarray.DataArray") -> "xarray.DataArray | None":
@@ -435,6 +439,11 @@ class _DatasetReader:
         ends = array.assign_coords({time.name: (time.dims, end, time.attrs)})
         length = f"{lengths[0]:g}h" if len(lengths) == 1 else "varying"
         return ends, f"{length} {method or 'unknown'}"
+
+
+def _copied(array: "xarray.DataArray", names: Collection[str]) -> dict[str, str]:
+    """Return the attributes of these names that an array has."""
+    return {name: str(array.attrs[name]) for name in names if name in array.attrs}
 
 
 def _sizes(array: "xarray.DataArray") -> str:

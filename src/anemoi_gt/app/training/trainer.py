@@ -23,7 +23,7 @@ from anemoi_gt.app.training.run_files import (
 )
 from anemoi_gt.app.training.run_folder import BEST, LAST
 from anemoi_gt.app.training.step import TrainingStep
-from anemoi_gt.replay.rng import generator_states, seed_generators, set_generator_states
+from anemoi_gt.replay.rng import generator_states, set_generator_states
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class Trainer:
         self._metrics = metrics
         shown: dict[str, float] = {}
         if self._generators is None:
-            seed_generators(self.config.seed)
+            torch.manual_seed(self.config.seed)
         else:
             set_generator_states(self._generators, self.device)
         self._meter.start()
@@ -122,9 +122,11 @@ class Trainer:
             progress_bar(self.config.steps, self.step.global_step, disable=metrics is None) as bar,
             self._stop_request() as stop,
         ):
-            if self._lacks_best:
+            if self._lacks_best and self.best_loss < math.inf:
                 self._save(BEST)
-                self._lacks_best = False
+            elif self._lacks_best:
+                self._validate()
+            self._lacks_best = False
             for batch in self.batches.since(self.step.global_step):
                 rate = self.step.learning_rate()
                 try:
@@ -173,7 +175,7 @@ class Trainer:
         `state` is a result of `load_checkpoint`. If `best.pt` in the folder is not as good as the
         state says, because the run ended before it was written, `fit` writes it from this state.
         If `data.valid` is another one than in the config of the state, or the `best.pt` of an
-        earlier validation is missing, the next validation writes `best.pt`.
+        earlier validation is missing or replaced, `fit` begins with a validation, which writes it.
         Raises ValueError if the state lacks an entry, its weights belong to another model, or
         `best.pt` is damaged.
         """
@@ -185,18 +187,18 @@ class Trainer:
         self.step.load_state_dict(state)
         self.best_loss = state["best_loss"]
         best_loss = self._read_best_loss(self.folder / BEST)
-        self._lacks_best = self.best_loss < best_loss
+        self._lacks_best = self.best_loss != best_loss
         # A run that has only validated once may have ended before it wrote its first best.pt.
-        had_best = self.step.global_step > self.config.valid_every
+        is_missing = best_loss == math.inf and self.step.global_step > self.config.valid_every
         former, now = (_valid_of(config) for config in (state["config"], self.description))
         reason = None
         if former != now:
             reason = f"data.valid was {former} and is {now}"
-        elif self._lacks_best and best_loss == math.inf and had_best:
+        elif self._lacks_best and (is_missing or best_loss < self.best_loss):
             reason = f"{self.folder} has lost the best weights of the run"
         if reason is not None:
-            log.info("%s: best.pt starts again with the next validation", reason)
-            self.best_loss, self._lacks_best = math.inf, False
+            log.info("%s: best.pt starts again, with a validation at this step", reason)
+            self.best_loss, self._lacks_best = math.inf, True
         self._meter.load_state_dict(state["pending"])
         self._generators = state["generators"]
 
