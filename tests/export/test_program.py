@@ -160,7 +160,8 @@ def arguments(name, form, dtype, *, shared):
     attr = attr[None] if shared and attr is not None else attr
     sides = IndexTensors(graph.colptr, graph.row, graph.perm, graph.global_edge_id)
     rows = (batch.query, batch.key, batch.value, attr, batch.edge_weight, batch.edge_bias)
-    return (*rows, *sides, None, *EdgeAttentionOptions(0.3, 0.0, replay=True), False)
+    options = EdgeAttentionOptions(0.3, 0.0, replay=True)
+    return (*rows, *sides, None, *edge_attention_torch.option_arguments(options), False)
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared attributes", "batched attributes"])
@@ -183,4 +184,5 @@ def test_dropout_raises():
         ValueError, match="exported for inference, got dropout_p=0.1; call model.eval"
     ):
         options = EdgeAttentionOptions(0.3, 0.1, replay=True)
-        decompose(*operands[:-5], torch.tensor([1]), *options, save)
+        options = edge_attention_torch.option_arguments(options)
+        decompose(*operands[:-4], torch.tensor([1]), *options, save)

@@ -15,7 +15,7 @@ from anemoi_gt.integrations.anemoi.upstream import recognise_modules
 from anemoi_gt.nn import AutocastLayerNorm, ConditionalLayerNorm, LayerKernels, plain, sublayers
 from anemoi_gt.ops.activations import ACTIVATIONS
 from anemoi_gt.ops.backends import BACKENDS
-from anemoi_gt.ops.tensors import Norm, NormOptions
+from anemoi_gt.ops.tensors import AttentionOptions, Norm, NormOptions
 from anemoi_gt.refusal import Refusal
 
 pytestmark = pytest.mark.filterwarnings("ignore:mlp_implementation=")  # a gate needs no activation
@@ -239,7 +239,7 @@ def test_options_of_the_attention_match_its_modules(library):
     computation = CALL._replace(gemm_dtype=torch.bfloat16)
     parts = sublayers.read_attention(block, computation)
     norms = [NormOptions(eps) for eps in (0.5, 0.25, 0.125, 0.0625)]
-    assert parts.options == (HEADS, 1, *norms, torch.bfloat16, True)
+    assert parts.options == AttentionOptions(HEADS, 1, *norms, torch.bfloat16)
     assert parts.parameters.query_scale is block.q_norm.weight
     assert parts.parameters.key_scale is block.k_norm.weight
     assert parts.parameters.self_term.bias is None

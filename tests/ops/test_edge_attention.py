@@ -17,6 +17,7 @@ from support.same_numbers import assert_same
 
 from anemoi_gt import KernelConfig, edge_attention
 from anemoi_gt.ops.tensors import EdgeAttentionOptions, IndexTensors
+from anemoi_gt.ops.torch_backend.edge_attention_torch import edge_attention_torch
 
 TORCH = KernelConfig(backend="torch")
 F64 = 1e-12
@@ -114,6 +115,7 @@ def test_forward_and_backward_operators_are_registered(form, name):
     every[:4] = [None if operand is None else operand.unsqueeze(0) for operand in every[:4]]
     every = [None if operand is None else operand.clone().requires_grad_() for operand in every]
     options = EdgeAttentionOptions(0.5, 0.2, replay=True)
+    options = edge_attention_torch.option_arguments(options)
     rest = [*IndexTensors.of(graph), torch.tensor([3]), *options, True]
     check_registration(operators.edge_attention_torch.default, [*every, *rest])
     needs = [operand is not None for operand in every]

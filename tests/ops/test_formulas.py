@@ -4,11 +4,13 @@ import pytest
 import torch
 from support import networks, sublayers
 from support.accuracy import Corpus
-from support.formulas import CASE, CASES, DRAW, interaction, network, results_of
+from support.formulas import CASE, CASES, DRAW, attention, interaction, network, results_of
 from support.opcheck import check_registration
 from support.plans import new_plans
+from support.same_numbers import assert_same
 
-from anemoi_gt.ops.tree import leaf_types, leaves
+from anemoi_gt.ops.tensors import NetworkOptions, NormOptions
+from anemoi_gt.ops.tree import leaf_types
 from anemoi_gt.ops.triton_backend.packing import zero
 from anemoi_gt.ops.triton_backend.plan import BoundFunction
 from anemoi_gt.ops.triton_backend.tiles import OUTER_ROWS
@@ -18,6 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 SIZES = networks.SIZES
 ALL = pytest.mark.parametrize("name", DRAW)
 ON_ROWS = ("feed-forward", "linear", "network")
+NETWORK = ("norm_in_", "hidden_", "out_")  # the tensors of the network of a block
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +127,8 @@ REGISTERED = [
 @pytest.mark.usefixtures("filled_padding")
 def test_forward_and_backward_operators_are_registered(name, case, dtype, kernel_device):
     problem = DRAW[name](kernel_device, dtype, **CASE[name] | case)
-    operator, options = problem.operator, leaves(problem.options)
+    operator = problem.operator
+    options = operator.option_arguments(problem.options)
     detached, index = problem.inputs()[: operator.num_tensors], problem.index
     inputs = [None if x is None else x.clone().requires_grad_() for x in detached]
     check_registration(operator.op, (*inputs, *index, *options, True))
@@ -179,13 +183,13 @@ def test_a_gradient_does_not_depend_on_which_others_are_needed(name, kernel_devi
 
 
 # Products for weights: one of each matrix of packed weights in each chunk of rows. The attention's are
-# over whole sets; edges have 12 chunks, their nodes one, but sources with a halo are two tensors in
+# over whole sets, those of its network in two chunks; edges have 12 chunks, their nodes one, but sources with a halo are two tensors in
 # each of two batch entries.
 PRODUCTS = {
     "feed-forward": 2 * 3,
     "network": 3 * (2 + 1 + 1),
     "interaction": 6 * (1 + 1 + 1) + 1 + 2 * 2,
-    "attention": 3,
+    "attention": 3 + 2 * 2,
 }
 
 
@@ -200,6 +204,31 @@ def test_frozen_linear_maps_cost_no_product(name, kernel_device):
     trained = problem.backward_plan(problem.named)
     frozen = problem.backward_plan([key for key in problem.named if key not in is_frozen])
     assert len(frozen.steps) == len(trained.steps) - PRODUCTS[name]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    "case", [{"norm": 4, "batch": 2, "halo": 3}, {"nodes": "one set"}], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_block_has_the_bits_of_its_two_sublayers(case, dtype, kernel_device):
+    problem = DRAW["attention"](kernel_device, dtype, feed_forward="gated", **case)
+    options = problem.options
+
+    def compute(named):
+        one = {name: x for name, x in named.items() if not name.startswith(NETWORK)}
+        (z,) = attention(one, problem.graph, options).values()
+        other = {name: x for name, x in named.items() if name.startswith("norm_in")}
+        for old, new in (("hidden", "network_first"), ("out", "network_out")):
+            for name, x in named.items():
+                if name.startswith(f"{old}_"):
+                    other[name.replace(old, new)] = x
+        of_network = NetworkOptions(
+            NormOptions(), "gelu", dtype, dtype, residual=True, norm_in=options.norm_in
+        )
+        return network(other | {"x": z}, of_network)
+
+    assert_same(results_of(problem), results_of(problem, compute=compute), tolerance=0)
 
 
 def test_only_gradients_that_are_needed_cost_steps(kernel_device):

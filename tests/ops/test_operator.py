@@ -72,12 +72,12 @@ def test_leaves_have_the_names_of_their_paths_and_the_types_of_their_fields():
     assert leaf_types(Options)["power"] is float
 
 
-def test_a_schema_has_a_parameter_for_each_leaf():
+def test_a_schema_has_a_parameter_for_each_leaf_and_a_list_for_numbers_of_a_type():
     schema = str(torch.ops.anemoi_gt.network_triton.default._schema)
     assert "Tensor? x, Tensor? more, Tensor? norm_in_scale, " in schema
     assert "Tensor? network_out_weight, Tensor? network_out_bias, " in schema
-    assert "float norm_eps, bool norm_is_centred, str activation, ScalarType" in schema
-    assert schema.endswith("bool keep_hidden, bool replay, bool save) -> (Tensor, Tensor)")
+    assert "float[] floats, bool[] bools, str activation, ScalarType" in schema
+    assert schema.endswith("ScalarType out_dtype, bool save) -> (Tensor, Tensor)")
 
 
 def second_derivative(compute, x):

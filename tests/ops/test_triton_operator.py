@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from anemoi_gt import KernelConfig, edge_attention
 from anemoi_gt.ops.tensors import EdgeAttentionOptions
+from anemoi_gt.ops.triton_backend.edge_attention_triton import edge_attention_triton
 
 TRITON = KernelConfig(backend="triton")
 # numpy's, of the interpreter
@@ -41,6 +42,7 @@ def operator_arguments(problem, graph):
     seed = torch.tensor([3], device=graph.device)
     reverse = [graph.rowptr, graph.col, graph.csr_to_csc, graph.dst_hubs, graph.src_hubs]
     options = EdgeAttentionOptions(0.5, 0.2, replay=True)
+    options = edge_attention_triton.option_arguments(options)
     return [*leaves, *index, *reverse, seed, *options, True]
 
 

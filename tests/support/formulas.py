@@ -110,7 +110,7 @@ CASE = {
     "linear": {"columns": 11},
     "network": {"inputs": "x and more", "hidden": "two gated"},
     "interaction": {"batch": 2, "segment": 2, "halo": 3, "hidden": "two gated"},
-    "attention": {"norm": 4, "batch": 2, "halo": 3},
+    "attention": {"norm": 4, "batch": 2, "halo": 3, "feed_forward": "gated"},
 }
 
 

@@ -2,13 +2,24 @@
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anemoi_gt.ops.tensors import NetworkTensors
+from anemoi_gt.ops.tensors import AttentionTensors, NetworkTensors
 from anemoi_gt.ops.tree import leaf_types
-from anemoi_gt.ops.triton_backend.formulas import network_triton
+from anemoi_gt.ops.triton_backend.formulas import attention_triton, network_triton
 
-# the name of a network without hidden layers
+# the names of a network without hidden layers, and of an attention with the network after it
 LINEAR_LAYER = "anemoi_gt.network_triton.default, linear"
+BLOCK = "anemoi_gt.attention_sublayer_triton.default, block"
 FIRST_LAYER = list(leaf_types(NetworkTensors)).index("network_first_value_weight")
+LAST_LAYER = list(leaf_types(AttentionTensors)).index("out_weight")
+
+
+def name_of(operator, args):
+    """Return the name of an operator of a call, or a node of a traced graph, with these arguments."""
+    if operator is network_triton.op and args[FIRST_LAYER] is None:
+        return LINEAR_LAYER
+    if operator is attention_triton.op and args[LAST_LAYER] is not None:
+        return BLOCK
+    return str(operator)
 
 
 class Operators(TorchDispatchMode):
@@ -19,6 +30,5 @@ class Operators(TorchDispatchMode):
         self.names = []
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        is_linear = operator is network_triton.op and args[FIRST_LAYER] is None
-        self.names.append(LINEAR_LAYER if is_linear else str(operator))
+        self.names.append(name_of(operator, args))
         return operator(*args, **(kwargs or {}))

@@ -42,6 +42,8 @@ ATTENTION_CASES = pairwise(
     biases=(BIASES, (), ("key", "value")),
     shares_attributes=(False, True),
     centred=(True, False),
+    feed_forward=("none", "plain", "gated"),
+    keep_hidden=(True, False),
     dtype=DTYPES,
 )
 
@@ -73,6 +75,8 @@ def draw_attention(
     *,
     shares_attributes=False,
     centred=True,
+    feed_forward="none",
+    keep_hidden=True,
     seed=0,
     dtype=torch.float32,
     sizes=SMALL,
@@ -96,6 +100,13 @@ def draw_attention(
         shapes["x_src"] = (batch * num_src, features)
     if halo:
         shapes["halo"] = (batch * halo, features)
+    if feed_forward != "none":
+        shapes |= {"hidden_value_weight": (width, features), "out_weight": (features, width)}
+        if biases:
+            shapes |= {"hidden_value_bias": (width,), "out_bias": (features,)}
+    if feed_forward == "gated":
+        parts = [name for name in shapes if name.startswith("hidden_value")]
+        shapes |= {name.replace("value", "gate"): shapes[name] for name in parts}
     if qk_norm == "scale":
         shapes |= {"query_scale": (width // heads,), "key_scale": (width // heads,)}
     named = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -105,6 +116,8 @@ def draw_attention(
     named |= draw_norm("norm", norm, features, batch * num_dst, generator)
     if nodes == "two sets":
         named |= draw_norm("norm_src", norm, features, batch * num_src, generator)
+    if feed_forward != "none":
+        named |= draw_norm("norm_in", norm, features, batch * num_dst, generator)
     sources = torch.randint(num_src + halo, (edges,), generator=generator)
     destinations = torch.randint(num_dst - 1, (edges,), generator=generator)
     edge_index = torch.stack([sources, destinations]).to(device)
@@ -115,6 +128,8 @@ def draw_attention(
     if qk_norm == "none":
         norms[2:] = [NormOptions()] * 2
     options = AttentionOptions(heads, batch, *norms, dtype)
+    if feed_forward != "none":
+        options = options._replace(norm_in=norms[0], activation="gelu", keep_hidden=keep_hidden)
     named = {name: tensor.to(device) for name, tensor in named.items()}
     return named, grads, graph, edge_index, options
 
@@ -170,7 +185,7 @@ def normed(x, named, prefix, norm):
 
 
 def attention(named, edge_index, options):
-    """Return the output of the attention sub-layer; a mask selects the in-edges of each destination."""
+    """Return the output of attention, and feed-forward network if any; a mask selects the in-edges of each destination."""
     batch, heads = options.batch, options.heads
 
     def entries(rows):
@@ -205,4 +220,13 @@ def attention(named, edge_index, options):
     weights = torch.where(mask, scores[:, None], -1e4).softmax(2) * mask
     out = (weights[..., None] * (value[:, source] + edges)[:, None]).sum(2).flatten(-2)
     out = out + mapped(dst, "self_term")
-    return {"out": named["x_dst"] + mapped(out, "projection").flatten(0, 1)}
+    z = named["x_dst"] + mapped(out, "projection").flatten(0, 1)
+    if "out_weight" not in named:
+        return {"out": z}
+    rows = normed(z, named, "norm_in", options.norm_in)
+    hidden = mapped(rows, "hidden_value")
+    if "hidden_gate_weight" in named:
+        hidden = functional.gelu(mapped(rows, "hidden_gate")) * hidden
+    else:
+        hidden = functional.gelu(hidden)
+    return {"out": z + mapped(hidden, "out")}

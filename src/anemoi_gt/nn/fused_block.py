@@ -95,6 +95,13 @@ class BlockModules(NamedTuple):
             mlp = children.get("node_src_mlp")
             modules = read_network(mlp, computation, "node_src_mlp", norm_in=norm)
             sources = for_call(modules, x, cond)
+        # features of an own norm may differ, which the network's own operator refuses
+        if (
+            not isinstance(attention, Refusal)
+            and not isinstance(feed_forward, Refusal)
+            and feed_forward.norm_in.features == attention.parameters.projection.weight.shape[0]
+        ):
+            attention = attention.followed_by(feed_forward)
         return cls(attention, feed_forward, sources)
 
 
@@ -245,6 +252,8 @@ def block_forward(
         z = attend()
     else:
         z = _attention(block, modules.attention, x, graph, edge_attr, cond, batch)
+        if modules.attention.has_feed_forward:
+            return z
     return feed_forward(modules.feed_forward, block.run_node_dst_mlp, z, cond[1])
 
 
@@ -271,7 +280,7 @@ def _attention(
     cond: Conditions,
     batch: int,
 ) -> Tensor:
-    """Return destinations, shaped like x_dst, after the attention sub-layer."""
+    """Return destinations, shaped like x_dst, after the attention, or the whole block."""
     x_src: Tensor | None
     x_src, x_dst = x
     shape = x_dst.shape

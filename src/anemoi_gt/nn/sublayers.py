@@ -187,6 +187,21 @@ class AttentionModules(NamedTuple):
     options: AttentionOptions  # of one batch entry
     has_condition: bool  # whether both norms need a condition; if not, neither takes one
     dtype: torch.dtype  # of the parameters
+    has_feed_forward: bool = False
+
+    def followed_by(self, network: NetworkModules) -> "AttentionModules":
+        """Return the modules of a block as one operator, whose feed-forward network this is."""
+        parameters = self.parameters._replace(
+            norm_in=network.norm_in.parameters,
+            hidden=network.network.first,
+            out=network.network.out,
+        )
+        options = self.options._replace(
+            norm_in=network.norm_in.options,
+            activation=network.activation,
+            keep_hidden=network.computation.keep_hidden,
+        )
+        return self._replace(parameters=parameters, options=options, has_feed_forward=True)
 
     def tensors(
         self, x: Nodes, edge_attr: Tensor, cond: Conditions, halo: Tensor | None
@@ -194,20 +209,24 @@ class AttentionModules(NamedTuple):
         """Return the tensors of a call on rows [B * N, F], with a condition for each or None."""
         x_src, x_dst = x
         cond_src, cond_dst = cond
-        norm, norm_src = self.parameters.norm, self.parameters.norm_src
+        parameters = self.parameters
+        norm, norm_src, norm_in = parameters.norm, parameters.norm_src, parameters.norm_in
         if cond_dst is not None:
             norm = norm._replace(condition=cond_dst)
+            if self.has_feed_forward:
+                norm_in = norm_in._replace(condition=cond_dst)
         if x_src is None:
             norm_src = NO_NORM
         elif cond_src is not None:
             norm_src = norm_src._replace(condition=cond_src)
-        return self.parameters._replace(
+        return parameters._replace(
             x_src=x_src,
             halo=halo,
             x_dst=x_dst,
             edge_attr=edge_attr,
             norm=norm,
             norm_src=norm_src,
+            norm_in=norm_in,
         )
 
 

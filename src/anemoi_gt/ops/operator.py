@@ -169,11 +169,21 @@ class Operator(ABC):
         self.options_form = form_of(options)
         self.num_tensors = len(leaf_types(tensors))
         self.num_inputs = self.num_tensors + len(leaf_types(constants))
-        self.num_arguments = self.num_inputs + len(leaf_types(options))
+        # leaves of the options in each argument of the registered operator, which takes numbers of
+        # a type in one list: PyTorch's limit is 64 arguments
+        places: dict[str, tuple[bool, list[int]]] = {}
+        types: dict[str, Any] = {}
+        for place, (option, type_) in enumerate(leaf_types(options).items()):
+            is_number = type_ in (int, float, bool)
+            argument = f"{type_.__name__}s" if is_number else option
+            types[argument] = list[type_] if is_number else type_  # type: ignore[valid-type]
+            places.setdefault(argument, (is_number, []))[1].append(place)
+        self.option_places = list(places.values())
+        self.num_arguments = self.num_inputs + len(types)
         self.num_results = self.num_tensors if num_results is None else num_results
         self.get_leaves = getter_of(tensors)
         inputs = dict.fromkeys([*leaf_types(tensors), *leaf_types(constants)], Tensor | None)
-        arguments = inputs | leaf_types(options)
+        arguments = inputs | types
         self.op = register(
             f"{name}_{backend}",
             _with_signature(self._run_forward, arguments | {"save": bool}, len(outputs) + 1),
@@ -248,7 +258,7 @@ class Operator(ABC):
             self._refuse_tangents(flat)
         if not is_plain(*flat, *constants):
             self._refuse_transform(flat)
-            outputs = self.op(*flat, *constants, *leaves(options), save)
+            outputs = self.op(*flat, *constants, *self.option_arguments(options), save)
         elif save:
             outputs = self.apply(*flat, constants, options)
         else:
@@ -264,12 +274,26 @@ class Operator(ABC):
         """Return tensors, constants and options of flat arguments."""
         tensors = tree_of(self.tensors_form, arguments[: self.num_tensors])
         constants = tree_of(self.constants_form, arguments[self.num_tensors : self.num_inputs])
-        options = tree_of(self.options_form, arguments[self.num_inputs : self.num_arguments])
-        return tensors, constants, options
+        return tensors, constants, self._options_of(arguments)
+
+    def option_arguments(self, options: Any) -> list:
+        """Return options as arguments of the registered operator."""
+        flat = leaves(options)
+        return [
+            [flat[place] for place in places] if is_list else flat[places[0]]
+            for is_list, places in self.option_places
+        ]
+
+    def _options_of(self, arguments: Sequence) -> Any:
+        packed = arguments[self.num_inputs : self.num_arguments]
+        found: dict[int, Any] = {}
+        for (is_list, places), values in zip(self.option_places, packed, strict=True):
+            found |= dict(zip(places, values if is_list else [values], strict=True))
+        return tree_of(self.options_form, [found[place] for place in range(len(found))])
 
     def _run_forward(self, *arguments: Any) -> tuple[Tensor, ...]:
         inputs = self.readable(arguments[: self.num_inputs])
-        options = tree_of(self.options_form, arguments[self.num_inputs : self.num_arguments])
+        options = self._options_of(arguments)
         save = arguments[-1]
         outputs = self.passes(inputs, options).forward(inputs, save=save)
         if not save:
@@ -316,7 +340,7 @@ class Operator(ABC):
 
     def _run_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
         inputs = self.readable(arguments[: self.num_inputs])
-        options = tree_of(self.options_form, arguments[self.num_inputs : self.num_arguments])
+        options = self._options_of(arguments)
         kept, *grads, needs = arguments[self.num_arguments :]
         grads = self.readable(grads)
         results, _ = self.passes(inputs, options).backward(inputs, kept, grads, tuple(needs))
@@ -399,7 +423,7 @@ def _function_of(operator: Operator) -> type[torch.autograd.Function]:
             needs = ctx.needs_input_grad[: operator.num_tensors]
             is_eager = is_plain(*inputs, kept, *grads) and not is_batched(*grads)
             if torch.is_grad_enabled() or not is_eager:
-                options = leaves(ctx.options)
+                options = operator.option_arguments(ctx.options)
                 gradients = operator._call_backward(inputs, options, kept, grads, needs)
             else:
                 inputs = operator.readable(inputs)

@@ -1,7 +1,8 @@
 """Tensors, options and checks of each operator, as trees of NamedTuples; checks read metadata only.
 
     edge_attention          see `anemoi_gt.edge_attention`
-    attention_sublayer      z_i = x_i + W_proj (edge attention of n + W_self n_i) + b, n = norm(x)
+    attention_sublayer      z_i = x_i + W_proj (edge attention of n + W_self n_i) + b, n = norm(x),
+                            and in a block the network_sublayer of z
     network_sublayer        y_n = x_n + network([norm_in(x_n), m_n])       or without x_n
     interaction_sublayer    e'_e = e_e + network([x_i, x_j, e_e])          or without e_e
     sum_edges               s_i  = sum of e'_e over the in-edges of i      edge e from j to i
@@ -138,6 +139,13 @@ class NormOptions(NamedTuple):
     is_centred: bool = True  # layer norm; if not, RMSNorm, whose mean is taken as 0
 
 
+class Layer(NamedTuple, Generic[Held]):
+    """A hidden layer: act(W u + b), or gated act(W_gate u + b_gate) (W u + b)."""
+
+    gate: Linear[Held] = Linear()
+    value: Linear[Held] = Linear()
+
+
 class AttentionTensors(NamedTuple, Generic[Held]):
     """Tensors of an attention sub-layer, or what belongs to each of them.
 
@@ -159,26 +167,10 @@ class AttentionTensors(NamedTuple, Generic[Held]):
     projection: Linear[Held]  # [F, H * C]
     query_scale: Held | None  # [C], of the norm of queries
     key_scale: Held | None  # [C], of the norm of keys
-
-
-class AttentionOptions(NamedTuple):
-    """Options of an attention sub-layer."""
-
-    heads: int
-    batch: int
-    norm: NormOptions
-    norm_src: NormOptions
-    query_norm: NormOptions
-    key_norm: NormOptions
-    gemm_dtype: torch.dtype  # of the operands of the attention too
-    replay: bool = True  # as in `KernelConfig`
-
-
-class Layer(NamedTuple, Generic[Held]):
-    """A hidden layer: act(W u + b), or gated act(W_gate u + b_gate) (W u + b)."""
-
-    gate: Linear[Held] = Linear()
-    value: Linear[Held] = Linear()
+    # of the feed-forward network after the attention, in a block that is one operator
+    norm_in: Norm[Held] = Norm()
+    hidden: Layer[Held] = Layer()  # [K, F]
+    out: Linear[Held] = Linear()  # [F, K]; None without the network
 
 
 class Network(NamedTuple, Generic[Held]):
@@ -224,6 +216,23 @@ class NetworkOptions(NamedTuple):
     norm_in: NormOptions = NormOptions()  # eps 0 for an absent norm
     keep_hidden: bool = True  # rows before activations, which are else computed again
     replay: bool = True  # as in `KernelConfig`
+
+
+class AttentionOptions(NamedTuple):
+    """Options of an attention sub-layer."""
+
+    heads: int
+    batch: int
+    norm: NormOptions
+    norm_src: NormOptions
+    query_norm: NormOptions
+    key_norm: NormOptions
+    gemm_dtype: torch.dtype  # of the operands of the attention too
+    replay: bool = True  # as in `KernelConfig`
+    # as of `NetworkOptions`, of the feed-forward network
+    norm_in: NormOptions = NormOptions()
+    activation: str = ""
+    keep_hidden: bool = True
 
 
 class InteractionOptions(NamedTuple):

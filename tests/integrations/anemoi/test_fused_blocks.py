@@ -21,7 +21,7 @@ from support.anemoi_model import (
     for_gpu,
     make_block,
 )
-from support.operators import Operators
+from support.operators import BLOCK, Operators, name_of
 from support.same_numbers import assert_same_numbers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -68,7 +68,7 @@ def block_of(kind, backend="pyg", **options):
     ),
     ids=str,
 )
-def test_a_compiled_block_is_two_operators_with_the_same_results(kind, backend, options, traced):
+def test_a_compiled_block_is_one_operator_with_the_same_results(kind, backend, options, traced):
     compiler, graphs = traced
     inputs = block_inputs(KINDS[kind])
     expected = differentiate_block(make_block(KINDS[kind], **options), inputs)
@@ -79,7 +79,7 @@ def test_a_compiled_block_is_two_operators_with_the_same_results(kind, backend, 
         compiled = torch.compile(block, fullgraph=True, backend=compiler)
         assert_same_numbers(differentiate_block(block, inputs, compiled), expected)
     (graph,) = graphs
-    assert len(graph[ATTENTION]) == len(graph[FEED_FORWARD]) == 1
+    assert counted(names_of(graph)) == {BLOCK: 1, ATTENTION: 0, FEED_FORWARD: 0}
     of_modules = ("edge_attention", "function linear", "function layer_norm")
     if "edge_pre_mlp" in options:  # whose network is no part of a fused sub-layer
         of_modules = of_modules[:1]
@@ -110,12 +110,18 @@ def test_a_block_with_other_supported_parts_is_fused(change):
     expected = differentiate_block(block, inputs)
     with BLOCKS(), Operators() as operators:
         assert_same_numbers(differentiate_block(block, inputs), expected)
-    assert counted(operators.names) == {ATTENTION: 1, FEED_FORWARD: 1}
+    assert counted(operators.names) == {BLOCK: 1, ATTENTION: 0, FEED_FORWARD: 0}
+
+
+def names_of(graph):
+    """Return the names of the operators of a traced graph."""
+    nodes = [node for of_name in graph.values() for node in of_name]
+    return [name_of(node.target, node.args) for node in nodes]
 
 
 def counted(names):
-    """Count each fused sub-layer among the names of operators."""
-    return {name: list(names).count(name) for name in (ATTENTION, FEED_FORWARD)}
+    """Count fused blocks and single sub-layers among the names of operators."""
+    return {name: list(names).count(name) for name in (BLOCK, ATTENTION, FEED_FORWARD)}
 
 
 @pytest.mark.compiled
@@ -150,15 +156,13 @@ def test_conditional_norms_and_norms_of_queries_and_keys_are_fused_and_match_ane
     for tensor, gradient in actual.items():
         assert gradient is not None or not tensor.startswith("condition"), tensor
     if mode == "compiled":
-        names = []
-        for traced_graph in graphs:
-            for operator, nodes in traced_graph.items():
-                names += len(nodes) * [operator]
+        names = [name for graph in graphs for name in names_of(graph)]
     else:
         names = operators.names
         assert report == [("fused", None)]
     times = 2 if mode == "checkpointed" else 1
-    assert counted(names) == {ATTENTION: times, FEED_FORWARD: times * (2 if options else 1)}
+    sources = times if options else 0
+    assert counted(names) == {BLOCK: times, ATTENTION: 0, FEED_FORWARD: sources}
 
 
 def widened(inputs, dtype):
@@ -253,7 +257,8 @@ def test_sources_that_are_updated_and_a_block_without_gradients_have_anemois_num
         for grad in (True, False):
             with torch.set_grad_enabled(grad):
                 assert_same_numbers(block(*inputs)[0], expected)
-    assert counted(operators.names) == {ATTENTION: 2, FEED_FORWARD: 2 * (2 if options else 1)}
+    sources = 2 if options else 0
+    assert counted(operators.names) == {BLOCK: 2, ATTENTION: 0, FEED_FORWARD: sources}
 
 
 def with_part(name, make):
@@ -301,7 +306,11 @@ WATCHED = (
 
 def remaining(reason):
     """Count the calls of each fused sub-layer."""
-    return {ATTENTION: int(reason in NO_FEED_FORWARD), FEED_FORWARD: int(reason in NO_ATTENTION)}
+    return {
+        BLOCK: 0,
+        ATTENTION: int(reason in NO_FEED_FORWARD),
+        FEED_FORWARD: int(reason in NO_ATTENTION),
+    }
 
 
 def changed_block(reason):
@@ -450,7 +459,7 @@ def test_fused_sub_layers_are_the_default_under_16_bit_autocast_on_triton(
         Operators() as operators,
     ):
         block_of("processor")(*block_inputs())
-    assert counted(operators.names) == dict.fromkeys((ATTENTION, FEED_FORWARD), is_fused)
+    assert counted(operators.names) == {BLOCK: is_fused, ATTENTION: 0, FEED_FORWARD: 0}
     assert not said()
 
 

@@ -16,7 +16,9 @@ from anemoi_gt.ops.tensors import (
     IndexTensors,
     InteractionOptions,
     InteractionTensors,
+    Layer,
     Linear,
+    Network,
     NetworkOptions,
     NetworkTensors,
     NoConstants,
@@ -62,7 +64,7 @@ def network(p: Program, t: NetworkTensors[Value], o: NetworkOptions) -> Value:
     """Y = x + norm(network([norm_in(x), more])): any part but the last linear map may be absent."""
     rows = [t.x]
     if o.norm_in.eps:
-        norm = NormNode(t.x, t.norm_in, o.norm_in, p.dtype)
+        norm = NormNode(t.x, t.norm_in, o.norm_in, p.dtype, "norm_in")
         rows = [p.add(norm)]
     if t.more is not None:
         rows.append(t.more)
@@ -147,6 +149,8 @@ def attention(
 ) -> Value:
     """Z = x + W_projection y + b, where y is the self term plus the attention to sources.
 
+    A block that is one operator returns z after its feed-forward network.
+
     Query, y, key and value of one set of nodes are columns of one value. Where a halo follows the
     own sources, or sources are another set, [q, y] of destinations and [k, v] of sources are two.
     """
@@ -186,13 +190,27 @@ def attention(
             q = p.add_alone(HeadNormNode(q, t.query_scale, o.query_norm, o.heads, beside[dst])).out
         if o.key_norm.eps:
             k = p.add_alone(HeadNormNode(k, t.key_scale, o.key_norm, o.heads, beside[src])).out
-    total = key_of(t.projection.bias, "total")
+    total = key_of(t.projection.bias, "norm_total")
     attended = p.add_alone(AttendNode(t, o, index, q, y, k, v, total))
     norm.parameters += present(t.self_term.bias)  # whose gradient is made from the same total
 
     p.loop = Loop("outputs", is_chunked_backward=False)
     delta = p.add(LinearNode("projection", [attended.out], [t.projection], p.dtype))
-    return p.add(AddNode(t.x_dst, delta, norm))
+    z = p.add(AddNode(t.x_dst, delta, norm))
+    if t.out.weight is None:
+        return z
+    p.loop = Loop("rows")
+    feed_forward = NetworkTensors(z, None, t.norm_in, Network(t.hidden, Layer(), t.out, Norm()))
+    options = NetworkOptions(
+        norm=NormOptions(),
+        activation=o.activation,
+        gemm_dtype=p.dtype,
+        out_dtype=p.dtype,
+        residual=True,
+        norm_in=o.norm_in,
+        keep_hidden=o.keep_hidden,
+    )
+    return network(p, feed_forward, options)
 
 
 def network_sublayer(tensors: NetworkTensors[Tensor], options: NetworkOptions) -> Tensor:
@@ -259,5 +277,5 @@ attention_triton = FormulaOperator(
     tensors=AttentionTensors,
     constants=IndexTensors,
     options=AttentionOptions,
-    num_results=7,
+    num_results=8,
 )

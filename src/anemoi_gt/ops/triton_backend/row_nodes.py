@@ -71,7 +71,7 @@ class NormNode(Node):
 
     def sum_total(self, bias: Value | None) -> None:
         """Sum the gradient that waits for this node: that of a bias."""
-        self.total = key_of(bias, "total")
+        self.total = key_of(bias, f"{self.name}_total")
         self.sums[self.total] = self.out.shape[1]
         self.parameters += present(bias)
 

@@ -56,40 +56,41 @@ class SublayerBuilder(PlanBuilder):
     def pack(
         self, groups: Mapping[str, Sequence[Piece[Buffer]]], packed: Buffer
     ) -> dict[str, Buffer]:
-        """Cast groups of parameters into `packed` by one launch; return each group in it."""
+        """Cast groups of parameters into `packed`; return each group in it."""
         layout = PackedWeights.of(groups)
-        sizes = []
-        firsts = []
-        ones = []
-        sources: list[Buffer | None] = []
-        addend = None
-        with_addend = -1
+        placed: list[tuple[int, Piece[Buffer]]] = []  # pieces with their first elements
         for name, pieces in groups.items():
             first = layout.groups[name][0]
             for piece in pieces:
-                if piece.addend is not None:
-                    addend = piece.addend
-                    with_addend = len(sources)
-                sizes.append(prod(piece.shape))
-                firsts.append(first)
-                ones.append(piece.has_one)
-                sources.append(piece.source)
+                placed.append((first, piece))
                 first += prod(piece.shape)
-        num_tiles = sum(-(-size // tiles.PACK_ELEMENTS) for size in sizes)
-        absent = kernels.elementwise.PACKED - len(sources)
+        most = kernels.elementwise.PACKED
+        for begin in range(0, len(placed), most):
+            self._pack(placed[begin : begin + most], packed)
+        return layout.views(packed)
+
+    def _pack(self, placed: list[tuple[int, Piece[Buffer]]], packed: Buffer) -> None:
+        """Cast pieces by one launch, which takes one addend."""
+        absent = kernels.elementwise.PACKED - len(placed)
+        firsts = [first for first, _ in placed]
+        pieces = [piece for _, piece in placed]
+        sizes = [prod(piece.shape) for piece in pieces]
+        addends = [piece.addend for piece in pieces]
+        with_addend = next((n for n, addend in enumerate(addends) if addend is not None), -1)
         constants = {
             "SIZES": (*sizes, *(absent * (0,))),
             "FIRSTS": (*firsts, *(absent * (0,))),
-            "ONES": (*ones, *(absent * (False,))),
+            "ONES": (*[piece.has_one for piece in pieces], *(absent * (False,))),
             "WITH_ADDEND": with_addend,
             "ELEMENTS": tiles.PACK_ELEMENTS,
             "num_warps": 4,
         }
-        sources += absent * [None]
+        sources = [*[piece.source for piece in pieces], *(absent * (None,))]
         buffers = {f"source{number}": source for number, source in enumerate(sources)}
+        num_tiles = sum(-(-size // tiles.PACK_ELEMENTS) for size in sizes)
         launch = Launch(kernels.elementwise.pack, (num_tiles,), {}, constants)
+        addend = None if with_addend < 0 else addends[with_addend]
         self.launch(launch, **buffers, addend=addend, packed=packed)
-        return layout.views(packed)
 
     def linear(
         self, x: Buffer, weight: Buffer, bias: Buffer | None, out: Buffer | None = None
