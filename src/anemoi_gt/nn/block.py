@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from anemoi_gt.graph import GraphStructure, ShardedGraph
 from anemoi_gt.graph.sharded_graph import is_sharded
+from anemoi_gt.graph.structure import check_structure
 from anemoi_gt.kernel_config import KernelConfig, check_config
 from anemoi_gt.nn.chunking import Chunk, Conditions, map_chunks
 from anemoi_gt.nn.fused_block import (
@@ -36,7 +37,6 @@ from anemoi_gt.nn.input_validation import (
     check_features,
     check_nodes,
     check_sides,
-    check_structure,
     stored_parameter,
 )
 from anemoi_gt.nn.layer_kernels import LayerKernels, cast_for_projections
