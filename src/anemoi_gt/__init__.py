@@ -3,53 +3,28 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from anemoi_gt.version import __version__
-
 if TYPE_CHECKING:  # type checkers do not run `__getattr__`
     from anemoi_gt.attention_config import AttentionConfig as AttentionConfig
-    from anemoi_gt.explanation import explain, explain_attention
-    from anemoi_gt.graph import GraphStructure
-    from anemoi_gt.integrations.anemoi import install, installed, uninstall
-    from anemoi_gt.integrations.swap import swap_layers
-    from anemoi_gt.kernel_config import KernelConfig
-    from anemoi_gt.nn import (
-        EncoderProcessorDecoder,
-        GraphTransformerConv,
-        GraphTransformerMapperBlock,
-        GraphTransformerProcessorBlock,
-        InteractionBlock,
-        InteractionConv,
-    )
-    from anemoi_gt.ops.attention import edge_attention
-    from anemoi_gt.ops.attention_weights import attention_weights
-    from anemoi_gt.ops.merge import merge
-    from anemoi_gt.tested_versions import UntestedVersionsWarning
-
-__all__ = [
-    "EncoderProcessorDecoder",
-    "GraphStructure",
-    "GraphTransformerConv",
-    "GraphTransformerMapperBlock",
-    "GraphTransformerProcessorBlock",
-    "InteractionBlock",
-    "InteractionConv",
-    "KernelConfig",
-    "UntestedVersionsWarning",
-    "__version__",
-    "attention_weights",
-    "edge_attention",
-    "explain",
-    "explain_attention",
-    "install",
-    "installed",
-    "merge",
-    "swap_layers",
-    "uninstall",
-]
-
+    from anemoi_gt.explanation import explain as explain
+    from anemoi_gt.explanation import explain_attention as explain_attention
+    from anemoi_gt.graph import GraphStructure as GraphStructure
+    from anemoi_gt.integrations.anemoi import install as install
+    from anemoi_gt.integrations.anemoi import installed as installed
+    from anemoi_gt.integrations.anemoi import uninstall as uninstall
+    from anemoi_gt.integrations.swap import swap_layers as swap_layers
+    from anemoi_gt.kernel_config import KernelConfig as KernelConfig
+    from anemoi_gt.nn import EncoderProcessorDecoder as EncoderProcessorDecoder
+    from anemoi_gt.nn import GraphTransformerConv as GraphTransformerConv
+    from anemoi_gt.nn import GraphTransformerMapperBlock as GraphTransformerMapperBlock
+    from anemoi_gt.nn import GraphTransformerProcessorBlock as GraphTransformerProcessorBlock
+    from anemoi_gt.nn import InteractionBlock as InteractionBlock
+    from anemoi_gt.nn import InteractionConv as InteractionConv
+    from anemoi_gt.ops.attention import edge_attention as edge_attention
+    from anemoi_gt.ops.attention_weights import attention_weights as attention_weights
+    from anemoi_gt.ops.merge import merge as merge
+    from anemoi_gt.tested_versions import UntestedVersionsWarning as UntestedVersionsWarning
 
 _DEFINED_IN = {
-    "AttentionConfig": "attention_config",  # the name of KernelConfig before 0.5.0
     "EncoderProcessorDecoder": "nn",
     "GraphStructure": "graph",
     "GraphTransformerConv": "nn",
@@ -59,6 +34,7 @@ _DEFINED_IN = {
     "InteractionConv": "nn",
     "KernelConfig": "kernel_config",
     "UntestedVersionsWarning": "tested_versions",
+    "__version__": "version",
     "attention_weights": "ops",
     "edge_attention": "ops",
     "explain": "explanation",
@@ -69,6 +45,8 @@ _DEFINED_IN = {
     "swap_layers": "integrations.swap",
     "uninstall": "integrations.anemoi",
 }
+__all__ = list(_DEFINED_IN)
+_DEFINED_IN["AttentionConfig"] = "attention_config"  # the name of KernelConfig before 0.5.0
 
 
 def __getattr__(name: str) -> Any:

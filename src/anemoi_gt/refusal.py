@@ -21,6 +21,14 @@ class Refusal(NamedTuple):
     kind: RefusalKind
     text: str  # for people; "it" or "its" is the block or layer
 
+    def raise_if_named(self, backend: str, layer: object, fallback: str) -> None:
+        """Raise ValueError if it is permanent and a backend is named; `fallback` is of "auto"."""
+        if backend != "auto" and self.kind is RefusalKind.PERMANENT:
+            raise ValueError(
+                f"attention backend {backend!r} cannot run {layer}: {self.text}; backend 'auto' "
+                f"{fallback}"
+            )
+
 
 def permanent(text: str) -> Refusal:
     """Return a refusal that makes a named backend raise."""

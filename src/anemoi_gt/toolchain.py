@@ -48,14 +48,6 @@ def build_problem(build: Callable[[], object]) -> str | None:
     return None
 
 
-def cache_problem(error: OSError) -> str:
-    """Return a sentence about Triton's cache, which `error` says cannot be written."""
-    return (
-        f"Triton's cache must be a folder that can be written, got {error}; name another in the "
-        "environment variable TRITON_CACHE_DIR, best on a disk of the host"
-    )
-
-
 def with_cache(launch: Callable[[], Result]) -> Result:
     """Return `launch()`, by which Triton compiles and launches a kernel.
 
@@ -69,7 +61,10 @@ def with_cache(launch: Callable[[], Result]) -> Result:
             problem = error
         if problem.errno not in REMOVAL_RACED:
             break
-    raise OSError(cache_problem(problem)) from problem
+    raise OSError(
+        f"Triton's cache must be a folder that can be written, got {problem}; name another in the "
+        "environment variable TRITON_CACHE_DIR, best on a disk of the host"
+    ) from problem
 
 
 def compile_problem(device: "torch.device") -> str | None:

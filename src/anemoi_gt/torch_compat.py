@@ -23,11 +23,9 @@ num_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 _function_modes = getattr(overrides, "_get_current_function_mode_stack", lambda: ["unknown"])
 num_function_modes = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
 profiler_is_enabled = getattr(torch.autograd, "_profiler_enabled", lambda: True)
-_is_legacy_batched = getattr(
-    getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", lambda _: False
-)
-_graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 _functorch = getattr(torch._C, "_functorch", None)
+_is_legacy_batched = getattr(_functorch, "is_legacy_batchedtensor", lambda _: False)
+_graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 _innermost_transform = getattr(_functorch, "peek_interpreter_stack", lambda: None)
 _gradient_transform = getattr(getattr(_functorch, "TransformType", None), "Grad", None)
 _float32_precision = getattr(torch._C, "_get_fp32_precision_getter", None)

@@ -342,9 +342,10 @@ def test_another_method_of_an_own_block_is_seen(name, where, monkeypatch):
     assert why_not_plain(("", block, (rule.BLOCK,))) is None
     kind = type(block)
     method = getattr(kind, name)
-    other = property(lambda self: method.fget(self))
-    if name != "source_norm":
-        other = lambda *args, **kwargs: method(*args, **kwargs)  # noqa: E731
+
+    def other(*args, **kwargs):
+        return method(*args, **kwargs)
+
     if where == "class":
         monkeypatch.setattr(kind, name, other)
     else:

@@ -559,15 +559,15 @@ def test_more_features_than_are_measured(library):
     block = make(library=library, **wide)
     assert (
         read_attention(block)
-        == "its layer_norm_attention has 2050 features, and more than 2048 are not measured"
+        == "its layer_norm_attention has 2050 features, and at most 2048 are possible"
     )
     assert (
         read_network(block)
-        == "its layer_norm_mlp_dst has 2050 features, and more than 2048 are not measured"
+        == "its layer_norm_mlp_dst has 2050 features, and at most 2048 are possible"
     )
     block = make(library=library, attn_channels=2050)
     assert_one_reason(
-        block, "attention", "its queries have 2050 features, and more than 2048 are not measured"
+        block, "attention", "its queries have 2050 features, and at most 2048 are possible"
     )
 
 

@@ -19,8 +19,8 @@ from anemoi_gt.distributed.halo import HaloExchange, PendingExchange, check_unpr
 from anemoi_gt.distributed.partition import Partition, Ranges, destination_cost
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.graph.checks import check_edge_ids, check_edge_index, check_range, check_shape
+from anemoi_gt.graph.structure import check_structure
 from anemoi_gt.nn.chunking import Chunk, RowsWithHalo, make_chunks
-from anemoi_gt.nn.input_validation import check_structure
 from anemoi_gt.ops.dtypes import cast_for_autocast
 from anemoi_gt.option_checks import check_integer
 

@@ -152,19 +152,10 @@ def export_program(module: nn.Module, inputs: tuple, dynamic_shapes: Any = None)
     """
     with torch.no_grad():
         program = torch.export.export(
-            for_inference(module), inputs, dynamic_shapes=dynamic_shapes, strict=False
+            _for_inference(module, {}), inputs, dynamic_shapes=dynamic_shapes, strict=False
         )
         decompositions = {operator: decomposition_of(operator) for operator in _custom_ops(program)}
         return program.run_decompositions(decompositions)
-
-
-def for_inference(module: nn.Module) -> nn.Module:
-    """Return a copy in evaluation mode that shares all tensors with `module`, for inference only.
-
-    The copy has no reverse structures of static graphs, which are as large as the graphs. Compiled
-    modules are unwrapped.
-    """
-    return _shallow_copy(module, {})
 
 
 def check_kernels() -> None:
@@ -176,8 +167,12 @@ def check_kernels() -> None:
         )
 
 
-def _shallow_copy(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Copy a module tree; a module with several names is copied once."""
+def _for_inference(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
+    """Return a copy in evaluation mode that shares all tensors with `module`, for inference only.
+
+    The copy has no reverse structures of static graphs, which are as large as the graphs. Compiled
+    modules are unwrapped. A module with several names is copied once, to `copies`.
+    """
     # torch.compile's wrapper sets its attributes on the module inside
     module = getattr(module, "_orig_mod", module)
     if module in copies:
@@ -190,7 +185,7 @@ def _shallow_copy(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.M
     copied._modules = dict(copied._modules)
     for name, child in copied._modules.items():
         if child is not None:
-            copied._modules[name] = _shallow_copy(child, copies)
+            copied._modules[name] = _for_inference(child, copies)
     copied.training = False
     return copied
 

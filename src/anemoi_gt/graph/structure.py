@@ -584,6 +584,15 @@ HUBS = ("dst_hubs", "src_hubs")
 FIELDS = tuple(field.name for field in fields(GraphStructure))
 
 
+def check_structure(graph: object) -> None:
+    """Raise ValueError unless `graph` is a GraphStructure."""
+    if not isinstance(graph, GraphStructure):
+        raise ValueError(
+            f"graph must be a GraphStructure, got {type(graph).__name__}; build it once with "
+            "GraphStructure.from_edge_index(edge_index, (num_src, num_dst))"
+        )
+
+
 def _sizes(edge_index: Tensor, num_nodes: tuple[int, int] | int | None) -> tuple[int, int]:
     """Return (num_src, num_dst) from `num_nodes` or an EdgeIndex, never inferred from indices."""
     known_src, known_dst = None, None

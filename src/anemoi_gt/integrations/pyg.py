@@ -215,11 +215,7 @@ def _replacement(
             return _with_parameters_of(upstream, config)
         except ValueError as error:  # an option that GraphTransformerConv rejects
             refusal = permanent(str(error))
-    if config.backend != "auto":
-        raise ValueError(
-            f"attention backend {config.backend!r} cannot run {upstream}: {refusal.text}; backend "
-            "'auto' leaves it as it is"
-        )
+    refusal.raise_if_named(config.backend, upstream, "leaves it as it is")
     log.warning("%s stays PyG's own: %s", upstream, refusal.text)
     return upstream
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
@@ -73,7 +74,11 @@ def swap_layers(
             "stable_sort and subclasses must be left out without layers of PyG, got "
             f"stable_sort={stable_sort!r} and subclasses={subclasses!r} for {kind}"
         )
-    of_anemoi = {"fusion": fusion, "sharding": sharding, "keep_hidden": keep_hidden}
+    of_anemoi: dict[str, Any] = {
+        "fusion": fusion,
+        "sharding": sharding,
+        "keep_hidden": keep_hidden,
+    }
     if not is_of_anemoi and of_anemoi != {"fusion": "auto", "sharding": True, "keep_hidden": True}:
         raise ValueError(
             "fusion, sharding and keep_hidden must be left out without blocks of Anemoi, got "
@@ -82,24 +87,10 @@ def swap_layers(
     if is_of_anemoi:
         from anemoi_gt.integrations.anemoi import installation
 
-        installation.swap_layers(
-            model,
-            backend,
-            precision,
-            fusion=fusion,
-            sharding=sharding,
-            keep_hidden=keep_hidden,
-            replay=replay,
-        )
+        installation.swap_layers(model, backend, precision, replay=replay, **of_anemoi)
     if is_of_pyg:
-        pyg.swap_layers(
-            model,
-            backend,
-            precision,
-            replay=replay,
-            stable_sort=stable_sort,
-            subclasses=subclasses,
-        )
+        of_pyg: dict[str, Any] = {"stable_sort": stable_sort, "subclasses": subclasses}
+        pyg.swap_layers(model, backend, precision, replay=replay, **of_pyg)
     return model
 
 

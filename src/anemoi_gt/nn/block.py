@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from anemoi_gt.graph import GraphStructure, ShardedGraph
 from anemoi_gt.graph.sharded_graph import is_sharded
+from anemoi_gt.graph.structure import check_structure
 from anemoi_gt.kernel_config import KernelConfig, check_config
 from anemoi_gt.nn.chunking import Chunk, Conditions, map_chunks
 from anemoi_gt.nn.fused_block import (
@@ -36,7 +37,6 @@ from anemoi_gt.nn.input_validation import (
     check_features,
     check_nodes,
     check_sides,
-    check_structure,
     stored_parameter,
 )
 from anemoi_gt.nn.layer_kernels import LayerKernels, cast_for_projections
@@ -228,13 +228,10 @@ class GraphTransformerBaseBlock(nn.Module):
     def normed_sides(self, x: tuple[Tensor, Tensor], cond: Conditions) -> tuple[Tensor, Tensor]:
         """Return normed sources and destinations; the same tensor for one set of nodes."""
         dst = self.normed(self.layer_norm_attention, x[1], cond[1])
-        is_one_set = x[0] is x[1] and self.source_norm is self.layer_norm_attention
-        return dst if is_one_set else self.normed(self.source_norm, x[0], cond[0]), dst
-
-    @property
-    def source_norm(self) -> nn.Module:
-        """Norm of the sources before the attention."""
-        return self.layer_norm_attention
+        # a mapper has a norm of its own for the sources
+        source_norm = getattr(self, "layer_norm_attention_src", self.layer_norm_attention)
+        is_one_set = x[0] is x[1] and source_norm is self.layer_norm_attention
+        return dst if is_one_set else self.normed(source_norm, x[0], cond[0]), dst
 
     def normed(self, norm: nn.Module, x: Tensor, cond: Tensor | None) -> Tensor:
         """Return normed features, cast once for all projections if all are `nn.Linear`."""
@@ -358,11 +355,6 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
         if update_src_nodes:
             self.layer_norm_mlp_src = self._make_norm()
             self.node_src_mlp = self._make_mlp()
-
-    @property
-    def source_norm(self) -> nn.Module:
-        """Norm of the sources before the attention."""
-        return self.layer_norm_attention_src
 
     def forward(
         self,

@@ -32,7 +32,8 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.nn.input_validation import check_rows, check_structure
+from anemoi_gt.graph.structure import check_structure
+from anemoi_gt.nn.input_validation import check_rows
 from anemoi_gt.option_checks import check_integer
 from anemoi_gt.torch_compat import backward_pass, forward_mode_is_active, is_transformed
 

@@ -27,7 +27,7 @@ from anemoi_gt.nn.pyg_inputs import is_adjacency, is_sparse_tensor, read_edges
 from anemoi_gt.nn.sublayers import edge_operands
 from anemoi_gt.ops import attention_weights, edge_attention
 from anemoi_gt.option_checks import check_integer, check_probability
-from anemoi_gt.refusal import Refusal, RefusalKind, transient
+from anemoi_gt.refusal import Refusal, transient
 
 LAZY = -1  # inferred from the first input
 
@@ -355,14 +355,9 @@ class GraphTransformerConv(MessagePassing):
             refusal: Refusal | None = transient("torch.jit.trace records it")
         else:
             refusal = why_not_plain(("", self, (ATTENTION,)))
-        if refusal is None:
-            return None
-        named = self.config.backend
-        if named != "auto" and refusal.kind is RefusalKind.PERMANENT:
-            raise ValueError(
-                f"attention backend {named!r} cannot run {self}: {refusal.text}; backend 'auto' "
-                "falls back to per-edge messages"
-            )
+        if refusal is not None:
+            fallback = "falls back to per-edge messages"
+            refusal.raise_if_named(self.config.backend, self, fallback)
         return refusal
 
     def _attend_by_messages(

@@ -138,15 +138,6 @@ def _check_pair(message: str, pair: object) -> None:
         raise ValueError(f"{message}, got {got}")
 
 
-def check_structure(graph: object) -> None:
-    """Raise unless `graph` is a GraphStructure."""
-    if not isinstance(graph, GraphStructure):
-        raise ValueError(
-            f"graph must be a GraphStructure, got {type(graph).__name__}; build one from an "
-            "edge_index, once, with GraphStructure.from_edge_index"
-        )
-
-
 def check_rows(sizes: tuple[int, int, int], **rows: Tensor | tuple[Tensor, ...] | None) -> None:
     """Raise unless x_src, x_dst and edge_attr have the rows of a chunked graph.
 

@@ -499,13 +499,10 @@ def _network_of(
         modules = reading(roots, key, read, none_refused)
     # PyTorch 2.9 cannot trace whether it is the same refusal; the modules raise the error
     if isinstance(modules, Refusal) and modules.text != WRONG_CONDITION.text:
-        if modules.kind is RefusalKind.PERMANENT and config.backend != "auto":
-            raise ValueError(
-                f"attention backend {config.backend!r} cannot run {type(layer).__name__}: "
-                f"{modules.text}; backend 'auto' falls back to plain PyTorch"
-            )
+        kind = type(layer).__name__
+        modules.raise_if_named(config.backend, kind, "falls back to plain PyTorch")
         if modules.kind is not RefusalKind.NOT_FASTER:
-            _warn_of_modules(type(layer).__name__, modules.text)
+            _warn_of_modules(kind, modules.text)
     return modules
 
 

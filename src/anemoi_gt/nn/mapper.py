@@ -388,7 +388,6 @@ class GNNMapper(BaseMapper):
 
     def map_nodes(self, x: Pair, graph: GraphStructure, edge_attr: Tensor, cond: Pair) -> Tensor:
         """Return destinations [..., N_dst, F] of a graph or one chunk."""
-        del cond
         x_src, x_dst = concatenate(x[0]), concatenate(x[1])
         if type(self.emb_nodes_src) is not nn.Identity:
             x_src = apply_mlp(self, "emb_nodes_src", x_src, self.config)

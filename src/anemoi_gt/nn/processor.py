@@ -4,7 +4,7 @@ x    = proc[l](x, graph, edge_attr)                            graph transformer
 x, e = proc[l](x, graph, e), e = emb_edges(edge_attr) at first  graph network
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,12 +41,12 @@ class BaseProcessor(nn.Module):
     def run_groups(
         self, run: Callable[..., Any], state: Any, *inputs: Any, device: torch.device
     ) -> Any:
-        """Return the state, a tensor or a tuple, after `run(blocks, state, *inputs)` of all blocks.
+        """Return the state, a tensor or a tuple, after `run(block, state, *inputs)` of all blocks.
 
         With `checkpoint_groups`, only the state between two groups is kept for the backward pass.
         """
         if self.checkpoint_groups is None:
-            return run(self.proc, state, *inputs)
+            return _run_blocks(run, self.proc, state, *inputs)
         layers = len(self.proc)
         groups = self.checkpoint_groups
         for i in range(groups):
@@ -223,8 +223,14 @@ class GNNProcessor(BaseProcessor):
         return x
 
 
-def _run_group(run: Callable[..., Any], blocks: nn.ModuleList, *inputs: Any) -> Any:
-    state = run(blocks, *inputs)
+def _run_blocks(run: Callable[..., Any], blocks: nn.ModuleList, state: Any, *inputs: Any) -> Any:
+    for block in blocks:
+        state = run(block, state, *inputs)
+    return state
+
+
+def _run_group(run: Callable[..., Any], blocks: nn.ModuleList, state: Any, *inputs: Any) -> Any:
+    state = _run_blocks(run, blocks, state, *inputs)
     # an export has no operator of this library, and no backward pass
     if not torch.compiler.is_compiling() or is_exporting():
         return state
@@ -234,23 +240,13 @@ def _run_group(run: Callable[..., Any], blocks: nn.ModuleList, *inputs: Any) -> 
 
 
 def _run_transformer(
-    blocks: Iterable[nn.Module],
-    x: Tensor,
-    graph: GraphStructure | Sequence[Chunk],
-    edge_attr: Tensor,
-    cond: Tensor | None,
+    block: nn.Module, x: Tensor, graph: Any, edge_attr: Tensor, cond: Tensor | None
 ) -> Tensor:
-    for block in blocks:
-        x = block(x, graph, edge_attr, cond=cond)
-    return x
+    return block(x, graph, edge_attr, cond=cond)
 
 
 def _run_graph_network(
-    blocks: Iterable[nn.Module],
-    state: tuple[Tensor, Tensor],
-    graph: GraphStructure | ShardedGraph,
+    block: nn.Module, state: tuple[Tensor, Tensor], graph: Any
 ) -> tuple[Tensor, Tensor]:
     x, edges = state
-    for block in blocks:
-        x, edges = block(x, graph, edges)
-    return x, edges
+    return block(x, graph, edges)

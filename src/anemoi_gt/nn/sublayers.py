@@ -64,7 +64,7 @@ GATED_LINEAR, ACTIVATION = (plain.GATED_LINEAR,), (plain.ACTIVATION,)
 NO_LAYER: Layer[Tensor] = Layer()
 NO_NORM: Norm[Tensor] = Norm()
 NO_NORM_OPTIONS = NormOptions()
-WITHOUT_CONDITION = (nn.LayerNorm, nn.RMSNorm)
+WITHOUT_CONDITION = (nn.LayerNorm, nn.RMSNorm, nn.Identity)
 NO_SUBLAYERS = permanent("the backend of its attention has no fused sub-layers")
 Result = TypeVar("Result")
 ATTENTION_LINEARS = ("lin_query", "lin_self", "lin_key", "lin_value", "lin_edge", "projection")
@@ -385,9 +385,7 @@ def read_network(
         norm, norm_name = children.get("layer_norm"), f"{path}layer_norm"
     asked.append((layers_name, layers, SEQUENTIAL))
     if norm is not None and not is_feed_forward:
-        asked.append((norm_name, norm, norms))
-        if plain.CONDITIONAL_NORM in norms and is_conditional(norm):
-            asked += asked_of_children(norm, norm_name)
+        asked += _asked_of_norm(norm, norm_name, norms)
     gates: dict[str, Submodule] = {}  # of each hidden layer, if it has one
     linears: dict[str, Submodule] = {}
     activations: dict[str, Submodule] = {}
@@ -459,10 +457,7 @@ def read_network(
         hidden.append(layer)
         width = shape[0]
     check_parameter(layers_name, out.weight, (features, width))
-    limit = backend.max_features
-    if features > limit:
-        got = f"its {layers_name} returns {features} features"
-        raise cannot_fuse(f"{got}, and at most {limit} are possible")
+    check_limit(f"its {layers_name} returns {features} features", features, backend.max_features)
     check_precision(norm_of_input.parameters, *values, out, norm_of_output.parameters)
     second = hidden[1] if num_hidden == 2 else NO_LAYER
     return NetworkModules(
@@ -532,12 +527,9 @@ def read_attention(block: Any, computation: Computation) -> AttentionModules | R
     shapes = (shape, shape, shape, shape, (width, num_attributes), (features, width))
     for name, linear, expected in zip(ATTENTION_LINEARS, read, shapes, strict=True):
         check_parameter(name, linear.weight, expected)
-    if width > backend.max_features:
-        got = f"its queries have {width} features"
-        raise cannot_fuse(f"{got}, and more than {backend.max_features} are not measured")
-    if num_attributes > backend.max_attributes:
-        got = f"its edges have {num_attributes} attributes"
-        raise cannot_fuse(f"{got}, and at most {backend.max_attributes} are possible")
+    check_limit(f"its queries have {width} features", width, backend.max_features)
+    got = f"its edges have {num_attributes} attributes"
+    check_limit(got, num_attributes, backend.max_attributes)
 
     heads = block.num_heads
     query_norm = key_norm = NO_NORM_MODULE
@@ -582,26 +574,14 @@ def read_attention(block: Any, computation: Computation) -> AttentionModules | R
     )
 
 
-def _asked_of_norm(norm: Submodule, name: str) -> list[plain.Asked]:
+def _asked_of_norm(norm: Submodule, name: str, roles: tuple[str, ...] = NORM) -> list[plain.Asked]:
     """Return a norm, and the children of a conditional one, for `why_not_plain`."""
-    asked: list[plain.Asked] = [(name, norm, NORM)]
-    if not isinstance(norm, WITHOUT_CONDITION):
-        asked += asked_of_children(norm, name)
+    asked: list[plain.Asked] = [(name, norm, roles)]
+    if plain.CONDITIONAL_NORM in roles and not isinstance(norm, WITHOUT_CONDITION):
+        asked.append((f"{name}.norm", child_of(norm, "norm"), LAYER_NORM))
+        asked.append((f"{name}.scale", child_of(norm, "scale"), LINEAR))
+        asked.append((f"{name}.bias", child_of(norm, "bias"), LINEAR))
     return asked
-
-
-def asked_of_children(norm: Submodule, name: str) -> list[plain.Asked]:
-    """Return the children of a conditional norm for `why_not_plain`."""
-    return [
-        (f"{name}.norm", child_of(norm, "norm"), LAYER_NORM),
-        (f"{name}.scale", child_of(norm, "scale"), LINEAR),
-        (f"{name}.bias", child_of(norm, "bias"), LINEAR),
-    ]
-
-
-def is_conditional(norm: Submodule) -> bool:
-    """Return whether a norm is no class without a condition."""
-    return norm is not None and not isinstance(norm, (*WITHOUT_CONDITION, nn.Identity))
 
 
 def read_norm(norm: Submodule, name: str, backend: Backend) -> NormModule:
@@ -632,10 +612,7 @@ def read_norm(norm: Submodule, name: str, backend: Backend) -> NormModule:
     # Kernels read `features` elements of both, or rows of them with a condition.
     check_parameter(name, scale, shape)
     check_parameter(name, shift, shape)
-    limit = backend.max_features
-    if features > limit:
-        got = f"its {name} has {features} features"
-        raise cannot_fuse(f"{got}, and more than {limit} are not measured")
+    check_limit(f"its {name} has {features} features", features, backend.max_features)
     parameters: Norm[Tensor] = Norm(scale, shift)
     if has_condition:
         parameters = Norm(scale_map=Linear(scale, scale_bias), shift_map=Linear(shift, shift_bias))
@@ -705,6 +682,12 @@ def check_parameter(name: str, parameter: Tensor | None, shape: tuple[int, ...])
         raise cannot_fuse(
             f"its {name} has a parameter {tuple(parameter.shape)}, and {shape} is needed"
         )
+
+
+def check_limit(got: str, number: int, limit: int) -> None:
+    """Raise if the backend takes fewer than this number."""
+    if number > limit:
+        raise cannot_fuse(f"{got}, and at most {limit} are possible")
 
 
 def cannot_fuse(text: str) -> CannotFuseError:

@@ -157,12 +157,9 @@ def reading(
 
 def none_refused(answer: Any) -> bool:
     """Return whether an answer is and holds no refusal but of what would not be faster."""
-    refusals = [answer] if isinstance(answer, Refusal) else filter(_is_refusal, answer)
+    parts = (answer,) if isinstance(answer, Refusal) else answer
+    refusals = [part for part in parts if isinstance(part, Refusal)]
     return all(refusal.kind is RefusalKind.NOT_FASTER for refusal in refusals)
-
-
-def _is_refusal(value: Any) -> bool:
-    return isinstance(value, Refusal)
 
 
 def _walk(

@@ -7,12 +7,9 @@ from torch import Tensor
 
 from anemoi_gt.ops.tensors import AttentionOperands
 
-AUTOCAST_DEVICES = (
-    frozenset(  # at import: torch.compile cannot trace is_autocast_available before torch 2.12
-        name
-        for name in ("cpu", "cuda", "mps", "xpu", "hpu")
-        if torch.amp.is_autocast_available(name)
-    )
+# at import: torch.compile cannot trace is_autocast_available before torch 2.12
+AUTOCAST_DEVICES = frozenset(
+    name for name in ("cpu", "cuda", "mps", "xpu", "hpu") if torch.amp.is_autocast_available(name)
 )
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

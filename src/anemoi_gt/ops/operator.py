@@ -216,7 +216,6 @@ class Operator(ABC):
 
         `needs` is a tree of bools.
         """
-        del constants, options
         return GradientLayout.separate(leaves(tensors), leaves(needs))
 
     @abstractmethod
@@ -229,7 +228,6 @@ class Operator(ABC):
 
     def kernels(self, arguments: Sequence, needs: Sequence[bool]) -> tuple[list[str], list[str]]:
         """Return no kernels: those of PyTorch have no names that this library gives."""
-        del arguments, needs
         return [], []
 
     def readable(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:

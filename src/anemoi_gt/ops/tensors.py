@@ -30,6 +30,7 @@ from torch import Tensor
 
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.graph.checks import have_size
+from anemoi_gt.graph.structure import check_structure
 from anemoi_gt.option_checks import check_number
 
 
@@ -286,11 +287,7 @@ class CallSizes(NamedTuple):
 def check_operands(operands: AttentionOperands[Tensor], graph: GraphStructure) -> None:
     """Raise ValueError unless the operands of `edge_attention` fit together and fit `graph`."""
     query, key, value, *edges = operands
-    if not isinstance(graph, GraphStructure):
-        raise ValueError(
-            f"graph must be a GraphStructure, got {type(graph).__name__}; build it once with "
-            "GraphStructure.from_edge_index(edge_index, (num_src, num_dst))"
-        )
+    check_structure(graph)
     device = graph.device
     for name, operand in zip(AttentionOperands._fields, operands, strict=True):
         if operand is None and name.startswith("edge"):

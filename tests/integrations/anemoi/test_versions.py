@@ -214,9 +214,9 @@ def release(version):
 def bodies_of(version):
     """Return the hashes of the bodies of a release by name."""
     bodies = {}
-    for generation in versions.GENERATIONS:
-        if release(generation.first) <= release(version):
-            bodies |= generation.bodies
+    for first, changed in versions.GENERATIONS.items():
+        if release(first) <= release(version):
+            bodies |= changed
     return {name: digest for name, digest in bodies.items() if digest is not None}
 
 

@@ -293,7 +293,7 @@ def test_an_edited_attention_is_left_to_anemoi_by_name(reason, served, said):
         assert any(computed.reason in message for message in said())
     with (
         integration.install(backend="torch"),
-        pytest.raises(ValueError, match="backend 'torch' cannot compute the attention of this"),
+        pytest.raises(ValueError, match="backend 'torch' cannot run the attention of this"),
     ):
         attention(inputs(), GraphShardInfo(), 2)
     assert served == []

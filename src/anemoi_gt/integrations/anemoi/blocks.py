@@ -181,9 +181,8 @@ def _attend_with_halo(
     local = shard.edge_index
     pending = shard.start_exchange(x)
     local_rows = pending.own.flatten(0, 1)
-    if (
-        decision.outcome == UPSTREAM
-    ):  # ranks may decide differently, and must exchange the same rows
+    # ranks may decide differently, and must exchange the same rows
+    if decision.outcome == UPSTREAM:
         rows = pending.wait().flatten(0, 1)
         operands = block.get_qkve((rows, local_rows), call.edge_attr)
         size = (rows.shape[0], local_rows.shape[0])

@@ -192,11 +192,8 @@ def _decide(
     overridden = why_not_plain(("", block, (ANEMOI_BLOCK,)))
     refusal = overridden or _why_not_attention(block, call)
     if refusal is not None:
-        if settings.config.backend != "auto" and refusal.kind is RefusalKind.PERMANENT:
-            raise ValueError(
-                f"attention backend {settings.config.backend!r} cannot run this Anemoi block: "
-                f"{refusal.text}; backend 'auto' runs Anemoi's own code there"
-            )
+        fallback = "runs Anemoi's own code there"
+        refusal.raise_if_named(settings.config.backend, "this Anemoi block", fallback)
         is_overridden = overridden is not None
         return Decision(settings, UPSTREAM, refusals=(refusal,), is_overridden=is_overridden)
 

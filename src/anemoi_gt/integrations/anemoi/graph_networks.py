@@ -83,7 +83,6 @@ class Call(NamedTuple):
         **others: Any,
     ) -> "Call":
         """Read arguments as upstream passes them; others are ignored, as upstream does."""
-        del others
         if not is_distributed(model_comm_group):
             return cls(None, size)
         shards = shards or shard_info or shapes

@@ -107,9 +107,8 @@ PATCHES = {
     (MODEL, "_assemble_output"): assemble_output.assemble_output,
     (ENSEMBLE, "_assemble_output"): assemble_output.assemble_ensemble_output,
 }
-SHARDING: dict[
-    tuple, Replacement
-] = {  # replaced, above the replacements of `PATCHES`, all or none of them
+# replaced, above the replacements of `PATCHES`, all or none of them
+SHARDING: dict[tuple, Replacement] = {
     (PROVIDER, "_get_edges_impl"): sharding.get_edges,
     (MAPPER, "prepare_edge_sharding_wrapper"): sharding.prepare_edge_sharding,
     (MAPPER, "mapper_forward_with_edge_sharding"): sharding.mapper_forward,

@@ -53,17 +53,12 @@ def record(block: nn.Module, outcome: str, refusals: tuple[Refusal, ...]) -> Non
     for refusal in refusals:
         if refusal.kind is not RefusalKind.NOT_FASTER:
             warn_once(f"an Anemoi block ({outcome}) is not fused as a whole: {refusal.text}")
-    reason = reason_of(refusals)
+    reason = "; ".join([refusal.text for refusal in refusals]) or None
     if torch.compiler.is_compiling():
         _record_traced(type(block), outcome, reason)
     elif _BLOCKS.get(block) != (outcome, reason):
         _BLOCKS[block] = (outcome, reason)
         _CLEAN.clear()
-
-
-def reason_of(refusals: tuple[Refusal, ...]) -> str | None:
-    """Return the texts of refusals as one, None if there are none."""
-    return "; ".join([refusal.text for refusal in refusals]) or None
 
 
 def record_layer(layer: nn.Module, reason: str | None) -> None:

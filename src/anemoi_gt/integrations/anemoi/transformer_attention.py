@@ -25,7 +25,7 @@ from anemoi_gt.integrations.anemoi.without_flash_attn import (
 )
 from anemoi_gt.nn.plain import ANEMOI_WINDOW, why_not_plain
 from anemoi_gt.ops.dtypes import DTYPES, autocast_dtype, without_autocast
-from anemoi_gt.refusal import Refusal, RefusalKind, permanent, transient
+from anemoi_gt.refusal import Refusal, permanent, transient
 from anemoi_gt.torch_compat import constant_when_traced, is_exporting
 
 MASK_ROWS = 512  # compared at a time
@@ -69,11 +69,8 @@ def sdpa_wrapper(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> Te
 
 def _leave_to_anemoi(settings: Settings, refusal: Refusal) -> None:
     """Log why Anemoi's own code computes an attention; raise ValueError for a named backend."""
-    if settings.config.backend != "auto" and refusal.kind is RefusalKind.PERMANENT:
-        raise ValueError(
-            f"backend {settings.config.backend!r} cannot compute the attention of this "
-            f"transformer: {refusal.text}; backend 'auto' runs Anemoi's own code there"
-        )
+    attention, fallback = "the attention of this transformer", "runs Anemoi's own code there"
+    refusal.raise_if_named(settings.config.backend, attention, fallback)
     report.warn_once(f"the attention of a transformer is left to Anemoi: {refusal.text}")
 
 

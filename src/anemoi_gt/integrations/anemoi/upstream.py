@@ -42,9 +42,8 @@ class Upstream:
     # blocks of transformers whose forward we know, of processors and of mappers
     transformers: tuple[type, ...] = ()
     returns_rows_only: bool = False  # the processor block of transformers, not a tuple
-    triton_conv: object = (
-        None  # for `triton`; before 0.18.0 the class with this `apply`; None before 0.11
-    )
+    # for `triton`; before 0.18.0 the class with this `apply`; None before 0.11
+    triton_conv: object = None
     block_module: ModuleType  # layers.block
     shapes: ModuleType  # distributed.shapes
     providers = "anemoi.models.layers.graph_provider"  # since 0.11.3

@@ -108,11 +108,10 @@ def _gather(
     rows: Tensor,
     colptr: Tensor,
     perm: Tensor | None,
-    hubs: Tensor | None,
+    hubs: Tensor | None,  # of the transpose
     num_edges: int,
     batch: int,
 ) -> Tensor:
-    del hubs  # of the transpose
     return _add_gathered(None, rows, colptr, perm, num_edges, batch)
 
 
@@ -172,7 +171,6 @@ class GatheredRows(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Add to rows in memory, as autograd adds gradients, or compute with dense rows."""
-        del types
         if func is torch.ops.aten.add.Tensor and not kwargs:
             total, added = args
             is_like = total.shape == added.shape and total.dtype == added.dtype
@@ -219,7 +217,6 @@ _NO_GRADIENTS = (None,) * 5  # of indices and numbers
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    del output
     _, *index, ctx.num_edges, ctx.batch = inputs
     ctx.save_for_backward(*index)
 
@@ -239,7 +236,6 @@ def _(edges: Tensor, colptr: Tensor, *others: Any) -> Tensor:
 
 @torch.library.register_fake(edge_gather)
 def _(rows: Tensor, colptr: Tensor, *others: Any) -> Tensor:
-    del colptr
     *_, num_edges, batch = others
     return rows.new_empty(batch * num_edges, rows.shape[1])
 

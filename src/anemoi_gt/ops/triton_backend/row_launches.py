@@ -9,12 +9,13 @@ that a launch writes, if `is_first`, or adds to. A backward kernel runs without 
 writes sums.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from anemoi_gt import kernels
 from anemoi_gt.kernels.launch import Launch
 from anemoi_gt.ops.tensors import NormOptions
 from anemoi_gt.ops.triton_backend import tiles
+from anemoi_gt.ops.triton_backend.tiles import NodeTile
 
 
 def norm_forward(
@@ -39,7 +40,7 @@ def norm_forward(
     out_entry_rows : int or None
         Rows of `out` in each batch entry; the first num_rows / batch are written. None: no others.
     """
-    rows, columns, num_warps = tiles.norm_forward_tile(features)
+    tile = tiles.norm_forward_tile(features)
     entries = _entries(num_rows, batch, out_entry_rows)
     scalars = {
         "num_rows": num_rows,
@@ -47,18 +48,11 @@ def norm_forward(
         "entry_rows": entries.stride,
         "eps": float(norm.eps),
     }
-    constants = {
-        "F": features,
-        "FEATURES": columns,
-        "CENTRED": norm.is_centred,
-        "ROWS": rows,
-        "ENTRIES": entries.are_apart,
-        "INT64": needs_int64(entries.last_row + rows, 2 * features),
-        "num_warps": num_warps,
-    }
-    return Launch(
-        kernels.norms_and_activations.norm_fwd, (-(-num_rows // rows),), scalars, constants
-    )
+    constants = _norm_constants(features, norm, tile)
+    constants["ENTRIES"] = entries.are_apart
+    constants["INT64"] = needs_int64(entries.last_row + tile.rows, 2 * features)
+    grid = (-(-num_rows // tile.rows),)
+    return Launch(kernels.norms_and_activations.norm_fwd, grid, scalars, constants)
 
 
 def norm_backward(
@@ -95,7 +89,7 @@ def norm_backward(
     normed_entry_rows : int or None
         Rows of both `normed` and `grad_normed` in each batch entry, as of `out` in `norm_forward`.
     """
-    rows, columns, num_warps = tiles.norm_backward_tile(features)
+    tile = tiles.norm_backward_tile(features)
     entries = _entries(num_rows, batch, normed_entry_rows)
     scalars = {
         "num_rows": num_rows,
@@ -104,17 +98,12 @@ def norm_backward(
         "first_sum": first_sum,
         "eps": float(norm.eps),
     }
-    constants = {
-        "F": features,
-        "FEATURES": columns,
-        "CENTRED": norm.is_centred,
-        "ROWS": rows,
+    constants = _norm_constants(features, norm, tile) | {
         "ENTRIES": entries.are_apart,
         "SUMS": sums,
         "IS_FIRST": is_first,
         "TOTAL": total,
-        "INT64": needs_int64(entries.last_row + 2 * programs * rows, 2 * features),
-        "num_warps": num_warps,
+        "INT64": needs_int64(entries.last_row + 2 * programs * tile.rows, 2 * features),
     }
     return Launch(kernels.norms_and_activations.norm_bwd, (programs,), scalars, constants)
 
@@ -123,22 +112,13 @@ def head_norm_forward(
     num_rows: int, heads: int, channels: int, norm: NormOptions, *, stride: int
 ) -> Launch:
     """Return the launch of `head_norm_fwd`: x, scale -> out, with `stride` between nodes."""
-    pairs, columns, num_warps = tiles.head_norm_tile(channels)
+    tile = tiles.head_norm_tile(channels)
     num_pairs = num_rows * heads
     scalars = {"num_pairs": num_pairs, "eps": float(norm.eps)}
-    constants = {
-        "H": heads,
-        "C": channels,
-        "CHANNELS": columns,
-        "CENTRED": norm.is_centred,
-        "PAIRS": pairs,
-        "STRIDE": stride,
-        "INT64": _pairs_need_int64(num_pairs + pairs, heads, stride),
-        "num_warps": num_warps,
-    }
-    return Launch(
-        kernels.norms_and_activations.head_norm_fwd, (-(-num_pairs // pairs),), scalars, constants
-    )
+    constants = _head_norm_constants(heads, channels, norm, stride, tile)
+    constants["INT64"] = _pairs_need_int64(num_pairs + tile.rows, heads, stride)
+    grid = (-(-num_pairs // tile.rows),)
+    return Launch(kernels.norms_and_activations.head_norm_fwd, grid, scalars, constants)
 
 
 def head_norm_backward(
@@ -157,21 +137,13 @@ def head_norm_backward(
     `stride` elements lie between nodes; dx may take the place of grad_normed. The columns of
     `partial` from `first_sum` on are `channels` sums of dscale; without a scale, `sums` is 0.
     """
-    pairs, columns, num_warps = tiles.head_norm_tile(channels)
+    tile = tiles.head_norm_tile(channels)
     num_pairs = num_rows * heads
-    last_pair = num_pairs + 2 * programs * pairs
+    last_pair = num_pairs + 2 * programs * tile.rows
     scalars = {"num_pairs": num_pairs, "first_sum": first_sum, "eps": float(norm.eps)}
-    constants = {
-        "H": heads,
-        "C": channels,
-        "CHANNELS": columns,
-        "CENTRED": norm.is_centred,
-        "PAIRS": pairs,
-        "STRIDE": stride,
-        "SUMS": sums,
-        "INT64": _pairs_need_int64(last_pair, heads, stride),
-        "num_warps": num_warps,
-    }
+    constants = _head_norm_constants(heads, channels, norm, stride, tile)
+    constants["SUMS"] = sums
+    constants["INT64"] = _pairs_need_int64(last_pair, heads, stride)
     return Launch(kernels.norms_and_activations.head_norm_bwd, (programs,), scalars, constants)
 
 
@@ -181,21 +153,13 @@ def activation_forward(num_rows: int, features: int, activation: str, *, gated: 
     `hidden` has the same shape; if `gated`, twice the columns: the gate, which `activation` is
     applied to, then the value.
     """
-    rows, columns, num_warps = tiles.activation_tile(features)
+    tile = tiles.activation_tile(features)
     width = 2 * features if gated else features
-    constants = {
-        "K": features,
-        "COLUMNS": columns,
-        "ROWS": rows,
-        "ACTIVATION": activation,
-        "GATED": gated,
-        "INT64": needs_int64(num_rows + rows, width),
-        "num_warps": num_warps,
-    }
-    grid = (-(-num_rows // rows), -(-features // columns))
-    return Launch(
-        kernels.norms_and_activations.activation_fwd, grid, {"num_rows": num_rows}, constants
-    )
+    constants = _activation_constants(features, activation, tile, gated=gated)
+    constants["INT64"] = needs_int64(num_rows + tile.rows, width)
+    grid = (-(-num_rows // tile.rows), -(-features // tile.columns))
+    scalars = {"num_rows": num_rows}
+    return Launch(kernels.norms_and_activations.activation_fwd, grid, scalars, constants)
 
 
 def activation_backward(
@@ -215,21 +179,15 @@ def activation_backward(
     columns of grad_hidden are the columns of `partial` from `first_sum` on.
     """
     tile_of = tiles.gate_backward_tile if gated else tiles.activation_tile
-    rows, columns, num_warps = tile_of(features)
+    tile = tile_of(features)
     width = 2 * features if gated else features
     scalars = {"num_rows": num_rows, "first_sum": first_sum}
-    constants = {
-        "K": features,
-        "COLUMNS": columns,
-        "ROWS": rows,
-        "ACTIVATION": activation,
-        "GATED": gated,
+    constants = _activation_constants(features, activation, tile, gated=gated) | {
         "SUMS": sums,
         "IS_FIRST": is_first,
-        "INT64": needs_int64(num_rows + 2 * programs * rows, width),
-        "num_warps": num_warps,
+        "INT64": needs_int64(num_rows + 2 * programs * tile.rows, width),
     }
-    grid = (programs, -(-features // columns))
+    grid = (programs, -(-features // tile.columns))
     return Launch(kernels.norms_and_activations.activation_bwd, grid, scalars, constants)
 
 
@@ -257,7 +215,7 @@ def gather_activation(
     `num_rows` rows of edges begin at row `first_row` of [batch * num_edges]; `features` are the
     columns of `out`.
     """
-    rows, columns, num_warps = tiles.activation_tile(features)
+    tile = tiles.activation_tile(features)
     width = 2 * features if gated else features
     scalars = {
         "num_rows": num_rows,
@@ -266,36 +224,23 @@ def gather_activation(
         "num_dst": num_dst,
         "num_src": num_src,
     }
-    most_rows = max(num_rows + rows, batch * num_dst, batch * num_src)
-    constants = {
-        "K": features,
-        "COLUMNS": columns,
-        "ROWS": rows,
-        "ACTIVATION": activation,
-        "GATED": gated,
-        "ENTRIES": batch > 1,
-        "INT64": needs_int64(most_rows, width) or first_row + num_rows + rows >= 2**31,
-        "num_warps": num_warps,
-    }
-    grid = (-(-num_rows // rows), -(-features // columns))
+    last_row = num_rows + tile.rows
+    most_rows = max(last_row, batch * num_dst, batch * num_src)
+    constants = _activation_constants(features, activation, tile, gated=gated)
+    constants["ENTRIES"] = batch > 1
+    constants["INT64"] = needs_int64(most_rows, width) or first_row + last_row >= 2**31
+    grid = (-(-num_rows // tile.rows), -(-features // tile.columns))
     return Launch(kernels.interaction.gather_activation, grid, scalars, constants)
 
 
 def residual_norm_forward(num_rows: int, features: int, norm: NormOptions) -> Launch:
     """Return the launch of `residual_norm_fwd`: r, x, scale, shift -> y."""
-    rows, columns, num_warps = tiles.norm_forward_tile(features)
+    tile = tiles.norm_forward_tile(features)
     scalars = {"num_rows": num_rows, "eps": float(norm.eps)}
-    constants = {
-        "F": features,
-        "FEATURES": columns,
-        "CENTRED": norm.is_centred,
-        "ROWS": rows,
-        "INT64": needs_int64(num_rows + rows, features),
-        "num_warps": num_warps,
-    }
-    return Launch(
-        kernels.interaction.residual_norm_fwd, (-(-num_rows // rows),), scalars, constants
-    )
+    constants = _norm_constants(features, norm, tile)
+    constants["INT64"] = needs_int64(num_rows + tile.rows, features)
+    grid = (-(-num_rows // tile.rows),)
+    return Launch(kernels.interaction.residual_norm_fwd, grid, scalars, constants)
 
 
 def residual_norm_backward(
@@ -313,19 +258,13 @@ def residual_norm_backward(
     The columns of `partial` from `first_sum` on are `features` sums of dscale, the same number of
     dshift, and of dr.
     """
-    rows, columns, num_warps = tiles.residual_norm_tile(features)
+    tile = tiles.residual_norm_tile(features)
     scalars = {"num_rows": num_rows, "first_sum": first_sum, "eps": float(norm.eps)}
-    most_rows = num_rows + 2 * programs * rows
-    constants = {
-        "F": features,
-        "FEATURES": columns,
-        "CENTRED": norm.is_centred,
-        "ROWS": rows,
+    constants = _norm_constants(features, norm, tile) | {
         "DR_STRIDE": features,
         "SUMS": sums,
         "IS_FIRST": is_first,
-        "INT64": needs_int64(most_rows, features),
-        "num_warps": num_warps,
+        "INT64": needs_int64(num_rows + 2 * programs * tile.rows, features),
     }
     return Launch(kernels.interaction.residual_norm_bwd, (programs,), scalars, constants)
 
@@ -384,6 +323,46 @@ def gather_to_edges(features: int, *, num_dst: int, num_edges: int, batch: int) 
     grid = (-(-num_edges // edges), -(-features // columns), batch)
     scalars = {"num_dst": num_dst, "num_edges": num_edges, "steps": num_dst.bit_length()}
     return Launch(kernels.interaction.gather_to_edges, grid, scalars, constants)
+
+
+def _norm_constants(features: int, norm: NormOptions, tile: NodeTile) -> dict[str, Any]:
+    """Return the constants of all kernels that normalise rows."""
+    return {
+        "F": features,
+        "FEATURES": tile.columns,
+        "CENTRED": norm.is_centred,
+        "ROWS": tile.rows,
+        "num_warps": tile.num_warps,
+    }
+
+
+def _head_norm_constants(
+    heads: int, channels: int, norm: NormOptions, stride: int, tile: NodeTile
+) -> dict[str, Any]:
+    """Return the constants of both kernels that normalise heads."""
+    return {
+        "H": heads,
+        "C": channels,
+        "CHANNELS": tile.columns,
+        "CENTRED": norm.is_centred,
+        "PAIRS": tile.rows,
+        "STRIDE": stride,
+        "num_warps": tile.num_warps,
+    }
+
+
+def _activation_constants(
+    features: int, activation: str, tile: NodeTile, *, gated: bool
+) -> dict[str, Any]:
+    """Return the constants of all kernels that activate rows."""
+    return {
+        "K": features,
+        "COLUMNS": tile.columns,
+        "ROWS": tile.rows,
+        "ACTIVATION": activation,
+        "GATED": gated,
+        "num_warps": tile.num_warps,
+    }
 
 
 class _Entries(NamedTuple):

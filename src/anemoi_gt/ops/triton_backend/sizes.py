@@ -45,9 +45,8 @@ class Sizes(NamedTuple):
     fixed_in_degree: int = 0  # in-edges of every destination; 0: they differ, or are not known
     dst_segment: int = 0  # edges of a segment of a hub among the destinations; 0: there is none
     src_segment: int = 0
-    inverse_segment: int = (
-        0  # as dst_segment, but 0 only where the structure excludes hubs: shapes do not depend on E
-    )
+    # as dst_segment, but 0 only where the structure excludes hubs: shapes do not depend on E
+    inverse_segment: int = 0
     row_stride: int = 0  # elements between two nodes in query, key, value and all gradients of rows
 
     @property
