@@ -215,7 +215,8 @@ def _replacement(
             return _with_parameters_of(upstream, config)
         except ValueError as error:  # an option that GraphTransformerConv rejects
             refusal = permanent(str(error))
-    refusal.raise_if_named(config.backend, upstream, "leaves it as it is")
+    # it stays so when a tool that watches it now has gone
+    permanent(refusal.text).raise_if_named(config.backend, upstream, "leaves it as it is")
     log.warning("%s stays PyG's own: %s", upstream, refusal.text)
     return upstream
 
