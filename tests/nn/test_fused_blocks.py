@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.backward_graph import sublayers_of_backward
 from support.operators import Operators
+from support.same_numbers import assert_same
 from torch import nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs
 
@@ -17,6 +18,7 @@ from anemoi_gt.nn import (
     GraphTransformerProcessor,
     GraphTransformerProcessorBlock,
     LayerKernels,
+    fused_block,
 )
 from anemoi_gt.nn.chunking import split_destinations
 
@@ -134,7 +136,10 @@ def test_a_compiled_block_gives_the_bits_of_the_eager_one():
         expected = differentiate(block, *inputs)
         actual = differentiate(block, *inputs, forward=compiled)
     traced = recorder.graphs[-1]
-    assert operators_of_ours(str(node.target) for node in traced.graph.nodes) == [ATTENTION]
+    assert operators_of_ours(str(node.target) for node in traced.graph.nodes) == [
+        ATTENTION,
+        FEED_FORWARD,
+    ]
     for name, tensor in expected.items():
         assert torch.equal(actual[name], tensor), name
 
@@ -197,6 +202,18 @@ def test_conditional_norms_are_fused_with_a_condition_of_each_node_or_of_all(row
     assert operators_of("processor", CONDITIONAL, cond=torch.randn(rows, 4)) == [BLOCK]
 
 
+def test_a_block_on_many_rows_is_two_operators_with_the_same_bits(monkeypatch):
+    block, *inputs = make("processor", (2,))
+    with autocast():
+        expected = differentiate(block, *inputs)
+        monkeypatch.setattr(fused_block, "MOST_OF_ONE", 2 * NODES * 24 - 1)
+        with Operators() as operators:
+            actual = differentiate(block, *inputs)
+    called = operators_of_ours(operators.names)
+    assert called == [ATTENTION, FEED_FORWARD, f"{FEED_FORWARD}_backward", f"{ATTENTION}_backward"]
+    assert_same(actual, expected, tolerance=0)
+
+
 def test_a_mapper_that_updates_its_sources_has_an_operator_for_them():
     assert operators_of("mapper", {"update_src_nodes": True}) == [BLOCK, FEED_FORWARD]
 
@@ -237,5 +254,14 @@ def test_compiled_groups_of_layers_are_recomputed_one_at_a_time():
         names = sublayers_of_backward(
             lambda backend: torch.compile(processor, backend=backend)(x, *edges)
         )
-    group = [ATTENTION, ATTENTION, f"{ATTENTION}_backward", f"{ATTENTION}_backward"]
-    assert names == 2 * group
+    layers = 2 * [f"{FEED_FORWARD}_backward", f"{ATTENTION}_backward"]
+    backward = [name for name in names if name.endswith("_backward")]
+    assert backward == 2 * layers
+    second_group = (
+        names.index(f"{ATTENTION}_backward", names.index(f"{ATTENTION}_backward") + 1) + 1
+    )
+    for recomputed in (
+        names[: names.index(layers[0])],
+        names[second_group : names.index(layers[0], second_group)],
+    ):
+        assert recomputed[:3] == [ATTENTION, FEED_FORWARD, ATTENTION]

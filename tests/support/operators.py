@@ -13,15 +13,6 @@ FIRST_LAYER = list(leaf_types(NetworkTensors)).index("network_first_value_weight
 LAST_LAYER = list(leaf_types(AttentionTensors)).index("out_weight")
 
 
-def name_of(operator, args):
-    """Return the name of an operator of a call, or a node of a traced graph, with these arguments."""
-    if operator is network_triton.op and args[FIRST_LAYER] is None:
-        return LINEAR_LAYER
-    if operator is attention_triton.op and args[LAST_LAYER] is not None:
-        return BLOCK
-    return str(operator)
-
-
 class Operators(TorchDispatchMode):
     """Names of the operators, such as aten.sort.stable, in the order of their calls."""
 
@@ -30,5 +21,10 @@ class Operators(TorchDispatchMode):
         self.names = []
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.names.append(name_of(operator, args))
+        name = str(operator)
+        if operator is network_triton.op and args[FIRST_LAYER] is None:
+            name = LINEAR_LAYER
+        elif operator is attention_triton.op and args[LAST_LAYER] is not None:
+            name = BLOCK
+        self.names.append(name)
         return operator(*args, **(kwargs or {}))

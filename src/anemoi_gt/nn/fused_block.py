@@ -48,6 +48,7 @@ WRONG_CONDITION = permanent(
 )
 FUSED_BY_COMPILER = not_faster("compiled code fuses casts and norms, and pads rows")
 NO_LAYER = not_faster("it is no layer")
+MOST_OF_ONE = 2**26  # elements of the rows of a block that is one operator
 
 
 class BlockModules(NamedTuple):
@@ -56,6 +57,7 @@ class BlockModules(NamedTuple):
     attention: AttentionModules | Refusal
     feed_forward: NetworkModules | Refusal
     source_feed_forward: NetworkModules | Refusal  # of a mapper that updates its sources
+    both: AttentionModules | None = None  # attention and feed-forward as one operator
 
     @classmethod
     def by_modules(cls, refusal: Refusal) -> "BlockModules":
@@ -95,14 +97,17 @@ class BlockModules(NamedTuple):
             mlp = children.get("node_src_mlp")
             modules = read_network(mlp, computation, "node_src_mlp", norm_in=norm)
             sources = for_call(modules, x, cond)
-        # features of an own norm may differ, which the network's own operator refuses
+        both = None
+        # A compiler decides for each of two operators what to compute again. A norm of other
+        # features is refused by the operator of the network.
         if (
-            not isinstance(attention, Refusal)
+            not torch.compiler.is_compiling()
+            and not isinstance(attention, Refusal)
             and not isinstance(feed_forward, Refusal)
             and feed_forward.norm_in.features == attention.parameters.projection.weight.shape[0]
         ):
-            attention = attention.followed_by(feed_forward)
-        return cls(attention, feed_forward, sources)
+            both = attention.followed_by(feed_forward)
+        return cls(attention, feed_forward, sources, both)
 
 
 Modules = TypeVar("Modules", AttentionModules, NetworkModules)
@@ -248,12 +253,14 @@ def block_forward(
     attend : callable
         Returns the destinations after attention by the block's own modules.
     """
+    # On few rows the host takes longer than the GPU, and one operator takes it half the time of
+    # two. These free what the network keeps before the backward pass of the attention.
+    if modules.both is not None and x[1].numel() <= MOST_OF_ONE:
+        return _attention(block, modules.both, x, graph, edge_attr, cond, batch)
     if isinstance(modules.attention, Refusal):
         z = attend()
     else:
         z = _attention(block, modules.attention, x, graph, edge_attr, cond, batch)
-        if modules.attention.has_feed_forward:
-            return z
     return feed_forward(modules.feed_forward, block.run_node_dst_mlp, z, cond[1])
 
 
