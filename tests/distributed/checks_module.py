@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from support.operators import Operators
+from support.operators import BLOCK, Operators
 from support.plans import new_plans
 from torch import nn
 
@@ -218,7 +218,7 @@ def fused_blocks_on_a_shard_match_the_whole_graph(group, verdict):
             part = block(local_x if is_mapper else local_x[1], shard, local_edge_attr)
         if is_mapper:
             (_, whole), (_, part) = whole, part
-        calls = operators.names.count("anemoi_gt.attention_sublayer_triton.default")
+        calls = operators.names.count(BLOCK)
         verdict.same(f"{name}: operators", calls, fused_calls)
         if hook is not None:
             hook.remove()
