@@ -83,6 +83,7 @@ class CUDAGraphedStep:
         self.capture = capture
         self.remedy = remedy
         self.changed: set[str] = set()  # parameters and buffers that every pass changes
+        self.without_gradient: set[str] = set()  # parameters that are trained
         self._parameters: list[nn.Parameter] = []  # of the captured pass
         self._captured: CapturedPass | None = None
 
@@ -173,6 +174,10 @@ class CUDAGraphedStep:
                 f"place, got others for {', '.join(others)}: create them before the first step and "
                 f"write into them, or {self.remedy}"
             )
+        named = zip(self.module.named_parameters(), outputs.gradients, strict=True)
+        self.without_gradient = {
+            name for (name, weight), grad in named if grad is None and weight.requires_grad
+        }
         return CapturedPass(static, outputs, replay, _memory(self.module))
 
     def _outputs(self, batch: Any) -> Outputs:

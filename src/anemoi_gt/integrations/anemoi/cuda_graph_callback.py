@@ -109,7 +109,7 @@ class CUDAGraphCallback(Callback):
         (output, logged), self._gradients = self._step.replay(inputs)
         if trainer.world_size > 1:
             changed = self._step.changed if trainer.strategy.model.broadcast_buffers else set()
-            check_processes(module, self._gradients, changed, self.remedy)
+            check_processes(changed | self._step.without_gradient, self.remedy)
         for arguments, options in logged:
             module.log(*arguments, **options)
         return output
@@ -255,21 +255,18 @@ def check_capturable(
     check_submodules(module, remedy)
 
 
-def check_processes(
-    module: LightningModule, gradients: list[Tensor | None], changed: set[str], remedy: str
-) -> None:
+def check_processes(others: set[str], remedy: str) -> None:
     """Raise ValueError if DDP would do more in a step than to average gradients.
 
-    It broadcasts buffers; `changed` are those that a pass changes. It leaves None where no process
-    has a gradient, and an optimiser skips the weight; the average would be zero, and weights decay.
+    `others` are the buffers that a pass changes, if DDP broadcasts them, and weights without a
+    gradient. DDP leaves None where no process has one, and an optimiser skips the weight; the
+    average would be zero, and weights decay.
     """
-    parameters = zip(module.named_parameters(), gradients, strict=True)
-    unused = {name for (name, weight), grad in parameters if grad is None and weight.requires_grad}
-    if changed or unused:
+    if others:
         raise ValueError(
             "a step that several processes replay must not change buffers unless "
             "broadcast_buffers of the strategy is False, and must differentiate by all weights "
-            f"that are not frozen, got {', '.join(sorted(changed | unused))}: {remedy}"
+            f"that are not frozen, got {', '.join(sorted(others))}: {remedy}"
         )
 
 
