@@ -262,7 +262,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _values(tensor: Any) -> Tensor:
-    """Return the values of a DTensor on this rank, those of a sparse tensor, or the tensor."""
+    """Return a DTensor's values on this rank, a sparse tensor's values, or the tensor."""
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
     if tensor.layout is torch.sparse_coo:
