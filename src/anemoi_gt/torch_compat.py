@@ -71,8 +71,8 @@ def without_autograd() -> AbstractContextManager:
 def direct_apply(function: type[torch.autograd.Function]) -> Callable:
     """Return `apply` of an autograd function for calls outside of torch.func.
 
-    `apply` of the class first looks at each argument for tensors that torch.func has left, a tenth of
-    the host time of an operator with twenty arguments (torch 2.11).
+    `apply` of the class first looks at each argument for tensors that torch.func has left, a tenth
+    of the host time of an operator with twenty arguments (torch 2.11).
     """
     return getattr(super(torch.autograd.Function, function), "apply", function.apply)
 
