@@ -151,7 +151,7 @@ class AnemoiModel:
 
 def step(part: AnemoiGtModel | AnemoiModel, device: torch.device) -> Tensor:
     """Run forward, in bfloat16 on a GPU, and backward; return the loss of this rank."""
-    for weight in part.weights:  # as an optimiser does, which looks for them in no module
+    for weight in part.weights:  # as an optimiser does, without a walk over modules
         weight.grad = None
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         loss = part.forward()

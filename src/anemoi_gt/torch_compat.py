@@ -63,7 +63,7 @@ def without_autograd() -> AbstractContextManager:
     """Return a context for operators whose results have no gradient, in eager code.
 
     Collectives otherwise spend half of their host time in a Python function of their own that looks
-    for one (torch 2.11).
+    for one (torch 2.13).
     """
     return nullcontext() if torch.compiler.is_compiling() else _below_autograd()
 
@@ -72,7 +72,7 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable:
     """Return `apply` of an autograd function for calls outside of torch.func.
 
     `apply` of the class first looks at each argument for tensors that torch.func has left, a tenth
-    of the host time of an operator with twenty arguments (torch 2.11).
+    of the host time of an operator with twenty arguments (torch 2.13).
     """
     return getattr(super(torch.autograd.Function, function), "apply", function.apply)
 

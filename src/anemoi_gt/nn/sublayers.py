@@ -187,7 +187,6 @@ class AttentionModules(NamedTuple):
     options: AttentionOptions  # of one batch entry
     has_condition: bool  # whether both norms need a condition; if not, neither takes one
     dtype: torch.dtype  # of the parameters
-    has_feed_forward: bool = False
 
     def followed_by(self, network: NetworkModules) -> "AttentionModules":
         """Return the modules of a block as one operator, whose feed-forward network this is."""
@@ -201,7 +200,7 @@ class AttentionModules(NamedTuple):
             activation=network.activation,
             keep_hidden=network.computation.keep_hidden,
         )
-        return self._replace(parameters=parameters, options=options, has_feed_forward=True)
+        return self._replace(parameters=parameters, options=options)
 
     def tensors(
         self, x: Nodes, edge_attr: Tensor, cond: Conditions, halo: Tensor | None
@@ -213,7 +212,7 @@ class AttentionModules(NamedTuple):
         norm, norm_src, norm_in = parameters.norm, parameters.norm_src, parameters.norm_in
         if cond_dst is not None:
             norm = norm._replace(condition=cond_dst)
-            if self.has_feed_forward:
+            if parameters.out.weight is not None:  # with a feed-forward network
                 norm_in = norm_in._replace(condition=cond_dst)
         if x_src is None:
             norm_src = NO_NORM

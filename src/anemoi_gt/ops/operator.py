@@ -171,14 +171,14 @@ class Operator(ABC):
         self.num_inputs = self.num_tensors + len(leaf_types(constants))
         # leaves of the options in each argument of the registered operator, which takes numbers of
         # a type in one list: PyTorch's limit is 64 arguments
-        places: dict[str, tuple[bool, list[int]]] = {}
+        indices: dict[str, tuple[bool, list[int]]] = {}
         types: dict[str, Any] = {}
-        for place, (option, type_) in enumerate(leaf_types(options).items()):
+        for index, (option, type_) in enumerate(leaf_types(options).items()):
             is_number = type_ in (int, float, bool)
             argument = f"{type_.__name__}s" if is_number else option
             types[argument] = list[type_] if is_number else type_  # type: ignore[valid-type]
-            places.setdefault(argument, (is_number, []))[1].append(place)
-        self.option_places = list(places.values())
+            indices.setdefault(argument, (is_number, []))[1].append(index)
+        self.option_indices = list(indices.values())
         self.num_arguments = self.num_inputs + len(types)
         self.num_results = self.num_tensors if num_results is None else num_results
         self.get_leaves = getter_of(tensors)
@@ -278,16 +278,17 @@ class Operator(ABC):
         """Return options as arguments of the registered operator."""
         flat = leaves(options)
         return [
-            [flat[place] for place in places] if is_list else flat[places[0]]
-            for is_list, places in self.option_places
+            [flat[index] for index in indices] if is_list else flat[indices[0]]
+            for is_list, indices in self.option_indices
         ]
 
     def _options_of(self, arguments: Sequence) -> Any:
         packed = arguments[self.num_inputs : self.num_arguments]
-        found: dict[int, Any] = {}
-        for (is_list, places), values in zip(self.option_places, packed, strict=True):
-            found |= dict(zip(places, values if is_list else [values], strict=True))
-        return tree_of(self.options_form, [found[place] for place in range(len(found))])
+        options: dict[int, Any] = {}  # by their index among the leaves
+        for (is_list, indices), argument in zip(self.option_indices, packed, strict=True):
+            values = argument if is_list else [argument]
+            options |= dict(zip(indices, values, strict=True))
+        return tree_of(self.options_form, [options[index] for index in range(len(options))])
 
     def _run_forward(self, *arguments: Any) -> tuple[Tensor, ...]:
         inputs = self.readable(arguments[: self.num_inputs])

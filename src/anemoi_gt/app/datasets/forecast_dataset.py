@@ -413,8 +413,8 @@ class TrainingBatches:
         # skipped indices are drawn, and their samples not loaded
         remaining = islice(enumerate(order), step * self.batch_size, None)
         share = share_of_batch(self.batch_size, self.ranks)
-        own = ((n, i) for n, i in remaining if n % self.batch_size // share == self.rank)
-        return load(self.dataset, share, self.device, own, self.seed)
+        local = ((n, i) for n, i in remaining if n % self.batch_size // share == self.rank)
+        return load(self.dataset, share, self.device, local, self.seed)
 
 
 def share_of_batch(batch_size: int, ranks: int) -> int:

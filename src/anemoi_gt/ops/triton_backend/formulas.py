@@ -149,7 +149,7 @@ def attention(
 ) -> Value:
     """Z = x + W_projection y + b, where y is the self term plus the attention to sources.
 
-    A block that is one operator returns z after its feed-forward network.
+    In a block that is one operator, the feed-forward network of z follows.
 
     Query, y, key and value of one set of nodes are columns of one value. Where a halo follows the
     own sources, or sources are another set, [q, y] of destinations and [k, v] of sources are two.

@@ -58,25 +58,26 @@ class SublayerBuilder(PlanBuilder):
     ) -> dict[str, Buffer]:
         """Cast groups of parameters into `packed`; return each group in it."""
         layout = PackedWeights.of(groups)
-        placed: list[tuple[int, Piece[Buffer]]] = []  # pieces with their first elements
+        entries: list[tuple[int, Piece[Buffer]]] = []  # first elements and pieces
         for name, pieces in groups.items():
             first = layout.groups[name][0]
             for piece in pieces:
-                placed.append((first, piece))
+                entries.append((first, piece))
                 first += prod(piece.shape)
         most = kernels.elementwise.PACKED
-        for begin in range(0, len(placed), most):
-            self._pack(placed[begin : begin + most], packed)
+        for begin in range(0, len(entries), most):
+            self._pack(entries[begin : begin + most], packed)
         return layout.views(packed)
 
-    def _pack(self, placed: list[tuple[int, Piece[Buffer]]], packed: Buffer) -> None:
+    def _pack(self, entries: list[tuple[int, Piece[Buffer]]], packed: Buffer) -> None:
         """Cast pieces by one launch, which takes one addend."""
-        absent = kernels.elementwise.PACKED - len(placed)
-        firsts = [first for first, _ in placed]
-        pieces = [piece for _, piece in placed]
+        absent = kernels.elementwise.PACKED - len(entries)
+        firsts = [first for first, _ in entries]
+        pieces = [piece for _, piece in entries]
         sizes = [prod(piece.shape) for piece in pieces]
         addends = [piece.addend for piece in pieces]
-        with_addend = next((n for n, addend in enumerate(addends) if addend is not None), -1)
+        # more than one cannot be unpacked
+        (with_addend,) = [n for n, addend in enumerate(addends) if addend is not None] or [-1]
         constants = {
             "SIZES": (*sizes, *(absent * (0,))),
             "FIRSTS": (*firsts, *(absent * (0,))),
@@ -89,8 +90,7 @@ class SublayerBuilder(PlanBuilder):
         buffers = {f"source{number}": source for number, source in enumerate(sources)}
         num_tiles = sum(-(-size // tiles.PACK_ELEMENTS) for size in sizes)
         launch = Launch(kernels.elementwise.pack, (num_tiles,), {}, constants)
-        addend = None if with_addend < 0 else addends[with_addend]
-        self.launch(launch, **buffers, addend=addend, packed=packed)
+        self.launch(launch, **buffers, addend=addends[with_addend], packed=packed)
 
     def linear(
         self, x: Buffer, weight: Buffer, bias: Buffer | None, out: Buffer | None = None
