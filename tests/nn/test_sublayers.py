@@ -16,6 +16,7 @@ from anemoi_gt.nn import AutocastLayerNorm, ConditionalLayerNorm, LayerKernels, 
 from anemoi_gt.ops.activations import ACTIVATIONS
 from anemoi_gt.ops.backends import BACKENDS
 from anemoi_gt.ops.tensors import AttentionOptions, Norm, NormOptions
+from anemoi_gt.ops.tree import leaves
 from anemoi_gt.refusal import Refusal
 
 pytestmark = pytest.mark.filterwarnings("ignore:mlp_implementation=")  # a gate needs no activation
@@ -511,6 +512,21 @@ def test_other_reasons_cost_their_own_sub_layer(change, which, reason):
     assert_one_reason(block, which, reason)
 
 
+@pytest.mark.parametrize(("library", "channels"), [("anemoi_gt", 4), ("anemoi", 12)])
+def test_heads_that_do_not_fit_their_queries(library, channels):
+    block = make(library=library)
+    block.num_heads = 5
+    reason = f"its queries have 24 features, and its 5 heads have {channels} channels"
+    assert_one_reason(block, "attention", reason)
+
+
+def test_norms_of_heads_that_are_missing():
+    block = make(library="anemoi")
+    block.qk_norm = True
+    reason = "it has no q_norm, and a LayerNorm or an RMSNorm or a torch.nn.Identity is needed"
+    assert_one_reason(block, "attention", reason)
+
+
 def test_dropout_costs_nothing_in_evaluation():
     block = make(dropout=0.5)
     assert read_attention(block) == "its attention drops weights in training"
@@ -605,12 +621,36 @@ def test_parameters_of_functional_call_are_read():
     assert answers[0].parameters.query.weight is parameters["lin_query.weight"]
 
 
-def test_plain_tensors_in_place_of_parameters_as_replicas_of_data_parallel_have():
-    block = make()
-    weight = torch.zeros(CHANNELS, CHANNELS)
-    del block.lin_query.weight
-    block.lin_query.weight = weight
-    assert read_attention(block).parameters.query.weight is weight
+def as_buffer(module, name, tensor):
+    delattr(module, name)
+    module.register_buffer(name, tensor)
+
+
+def as_replicas_of_data_parallel(module, name, tensor):
+    delattr(module, name)
+    setattr(module, name, tensor)
+
+
+def before_the_parameter(module, name, tensor):
+    vars(module)[name] = tensor
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("norm", ("plain", "conditional"))
+@pytest.mark.parametrize("hold", (as_buffer, as_replicas_of_data_parallel, before_the_parameter))
+def test_each_parameter_is_what_its_module_computes_with(library, norm, hold):
+    block = make("mapper", library, norm, qk_norm=True)
+    names = [name for name, _ in block.named_parameters()]
+    for name in names:
+        path, _, parameter = name.rpartition(".")
+        hold(block.get_submodule(path), parameter, block.get_parameter(name).detach())
+    feed_forward = read_network(block)
+    read = leaves((read_attention(block).parameters, feed_forward.norm_in, feed_forward.network))
+    for name in names:
+        path, _, parameter = name.rpartition(".")
+        tensor = getattr(block.get_submodule(path), parameter)
+        assert type(tensor) is torch.Tensor
+        assert any(tensor is other for other in read), name
 
 
 def test_an_answer_leaves_nothing_on_the_block():

@@ -279,6 +279,7 @@ CANNOT_KEEP = {
     "subclass of a plain one": lambda root: hold(root, type("Mine", (nn.Linear,), {})(2, 2)),
     "itself below it": lambda root: hold(root.node_dst_mlp, root),
     "tensor": lambda root: hold(root, torch.ones(3)),
+    "buffer": lambda root: root.lin_key.register_buffer("something", torch.ones(3)),
     "attribute of a parameter": lambda root: setattr(root.lin_key.weight, "owner", root),
     "hook of a parameter": lambda root: root.lin_key.weight.register_hook(print),
     "hook after accumulation": lambda root: root.lin_key.weight.register_post_accumulate_grad_hook(

@@ -425,3 +425,19 @@ def test_rows_of_an_edge_update_that_do_not_fit_are_refused(name, change, kernel
     named, _, graph, _, options = networks.draw_interaction(kernel_device, batch=2, halo=3)
     with pytest.raises(ValueError, match=r"must (take|have|be \[)"):
         interaction(named | {name: change(named[name])}, graph, options)
+
+
+@pytest.mark.parametrize("name", ["x_src", "halo", "x_dst", "edge_attr"])
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: x[:-1], lambda x: x[..., :-1], lambda x: x.repeat_interleave(2, -1)],
+    ids=["fewer rows", "fewer columns", "more columns"],
+)
+@pytest.mark.parametrize("feed_forward", ["none", "plain"])
+def test_rows_of_an_attention_that_do_not_fit_are_refused(
+    name, change, feed_forward, kernel_device
+):
+    drawn = sublayers.draw_attention(kernel_device, batch=2, halo=3, feed_forward=feed_forward)
+    named, _, graph, _, options = drawn
+    with pytest.raises(ValueError, match=rf"^({name}|halo) must (have|be \[)"):
+        attention(named | {name: change(named[name])}, graph, options)

@@ -28,7 +28,6 @@ from anemoi_gt.nn.fused_block import (
     NOT_FASTER,
     BlockModules,
     block_forward,
-    check_edges,
     feed_forward,
 )
 from anemoi_gt.nn.input_validation import (
@@ -47,7 +46,7 @@ from anemoi_gt.nn.sublayers import Computation, edge_operands
 from anemoi_gt.nn.unchanged import none_refused, reading
 from anemoi_gt.ops import edge_attention
 from anemoi_gt.option_checks import check_integer, check_probability
-from anemoi_gt.refusal import Refusal, not_faster, permanent
+from anemoi_gt.refusal import not_faster, permanent
 from anemoi_gt.torch_compat import is_exporting
 
 EMPTY_BATCH = not_faster("its batch is empty")
@@ -205,15 +204,11 @@ class GraphTransformerBaseBlock(nn.Module):
         holds the conditions of sources and destinations.
         """
         if isinstance(graph, GraphStructure):
-            structure = graph
             check_nodes(graph, *x)
         elif is_sharded(graph):
-            structure = graph.structure
             check_batch(*x)  # its local sources are checked by start_exchange
         else:
             check_structure(graph)
-        if not isinstance(modules.attention, Refusal):
-            check_edges(modules.attention, x[1], structure, edge_attr)
 
         def attend() -> Tensor:
             return x[1] + self.attend(*self.normed_sides(x, cond), graph, edge_attr)

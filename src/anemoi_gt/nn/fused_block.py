@@ -30,12 +30,7 @@ from anemoi_gt.nn.sublayers import (
     read_linear,
     read_network,
 )
-from anemoi_gt.ops.tensors import (
-    AttentionOperands,
-    InteractionOptions,
-    InteractionTensors,
-    check_operands,
-)
+from anemoi_gt.ops.tensors import InteractionOptions, InteractionTensors
 from anemoi_gt.refusal import Refusal, not_faster, permanent, transient
 
 NO_SOURCES = not_faster("its sources are not updated")
@@ -169,7 +164,7 @@ def network(
     `more` are rows [.., N, F_m], or x again with `repeats_x`. `out_dtype` None is the dtype of the
     GEMMs.
     """
-    condition = None if cond is None else row_conditions(cond, x)
+    condition = row_conditions(cond, x) if modules.has_condition else None
     shape = x.shape
     if len(shape) != 2:  # a view has a node in the graph of autograd
         x, more = _rows(x), _rows(more)
@@ -210,7 +205,7 @@ def update_edges(
     """
     x_src, halo, x_dst = x
     parameters = modules.network
-    if cond is not None:
+    if modules.has_condition:
         parameters = modules.network_with(row_conditions(cond, edges))
     if x_dst.dim() != 2:
         x_src, halo, x_dst, edges = _rows(x_src), _rows(halo), _rows(x_dst), _rows(edges)
@@ -295,11 +290,11 @@ def _attention(
     is_one_set = x_src is x_dst and modules.has_one_norm
     halo = None
     # before the exchange, which returns rows of a batch as [B, N, F]
-    if cond_dst is not None:
-        cond_dst = row_conditions(cond_dst, x_dst)
     rows_of_cond_src = None
-    if cond_src is not None and not is_one_set:
-        rows_of_cond_src = row_conditions(cond_src, x_src)
+    if modules.has_condition:
+        cond_dst = row_conditions(cond_dst, x_dst)
+        if not is_one_set:
+            rows_of_cond_src = row_conditions(cond_src, x_src)
     if isinstance(graph, GraphStructure):
         structure = graph
     else:  # as by the block's modules, which another rank may call (hooks)
@@ -321,7 +316,7 @@ def _attention(
     if mixing is not None and (mixing._modules or type(mixing) is not nn.Sequential):
         edge_attr = mixing(edge_attr)
     # a batch of one reads attributes as one graph does: no batch stride in the kernels
-    if batch == 1 and edge_attr.dim() == 3:
+    if batch == 1 and edge_attr.dim() == len(shape) == 3:
         edge_attr = edge_attr.squeeze(0)
     # without x_src, the sub-layer normalises the rows of one set once
     if is_one_set:
@@ -344,31 +339,8 @@ def _rows(x: Any) -> Any:
     return None if x is None else x.reshape(-1, x.shape[-1])
 
 
-def row_conditions(cond: Tensor, x: Tensor) -> Tensor:
+def row_conditions(cond: Tensor | None, x: Tensor) -> Tensor:
     """Return a condition [.., N or 1, K] as one row per node of x [.., N, F]: [B * N, K]."""
+    if cond is None:
+        raise ValueError("cond must hold a condition of sources and one of destinations, got None")
     return cond.expand(*x.shape[:-1], cond.shape[-1]).reshape(-1, cond.shape[-1])
-
-
-def check_edges(
-    modules: AttentionModules, x_dst: Tensor, graph: GraphStructure, edge_attr: Tensor
-) -> None:
-    """Raise ValueError as `edge_attention` would, for destinations and attributes of a graph."""
-    weight, bias = modules.parameters.edge
-    if not torch.compiler.is_compiling():  # sizes may be symbolic, and do not compare as tuples
-        device = graph.device
-        shape = (graph.num_edges, weight.shape[1])
-        if (
-            isinstance(edge_attr, Tensor)
-            and edge_attr.shape in (shape, (*x_dst.shape[:-2], *shape))
-            and edge_attr.is_floating_point()
-            and x_dst.is_floating_point()
-            and x_dst.shape[-2] == graph.num_dst
-            and device == edge_attr.device == x_dst.device == weight.device
-            and (bias is None or bias.device == device)
-        ):
-            return
-    heads = (modules.options.heads, weight.shape[0] // modules.options.heads)
-    # one element, expanded: shapes and dtypes are checked, and nothing is allocated
-    query = x_dst.new_empty(()).expand(*x_dst.shape[:-1], *heads)
-    key = x_dst.new_empty(()).expand(*x_dst.shape[:-2], graph.num_src, *heads)
-    check_operands(AttentionOperands(query, key, key, edge_attr, weight, bias), graph)

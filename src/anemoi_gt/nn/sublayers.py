@@ -498,10 +498,9 @@ def read_attention(block: Any, computation: Computation) -> AttentionModules | R
         linears[name] = modules.get(name)
         asked.append((name, linears[name], LINEAR))
     # Anemoi's blocks have the flag, and norms only where it is set; ours have identities instead.
-    has_head_norms = block.__dict__.get("qk_norm", True)
+    has_head_norms = block.__dict__.get("qk_norm", "q_norm" in modules)
     for name in HEAD_NORMS if has_head_norms else ():
-        if modules.get(name) is not None:
-            asked.append((name, modules[name], HEAD_NORM))
+        asked.append((name, modules.get(name), HEAD_NORM))
     refusal = why_not_plain(*asked)
     if refusal is not None:
         return refusal
@@ -531,9 +530,13 @@ def read_attention(block: Any, computation: Computation) -> AttentionModules | R
     check_limit(got, num_attributes, backend.max_attributes)
 
     heads = block.num_heads
+    # Anemoi's blocks have the attribute; ours divide the channels by the heads
+    channels = block.__dict__.get("out_channels_conv", width // heads)
+    if heads * channels != width:
+        got = f"its queries have {width} features"
+        raise cannot_fuse(f"{got}, and its {heads} heads have {channels} channels")
     query_norm = key_norm = NO_NORM_MODULE
     if has_head_norms:
-        channels = width // heads
         query_norm = _read_head_norm(modules.get("q_norm"), "q_norm", channels, backend)
         key_norm = _read_head_norm(modules.get("k_norm"), "k_norm", channels, backend)
     parameters: AttentionTensors = AttentionTensors(
@@ -624,7 +627,7 @@ def read_norm(norm: Submodule, name: str, backend: Backend) -> NormModule:
 
 def _read_head_norm(norm: Submodule, name: str, channels: int, backend: Backend) -> NormModule:
     """Return the norm of queries or keys, over the channels of a head."""
-    if norm is None or type(norm) is nn.Identity:
+    if type(norm) is nn.Identity:
         return NO_NORM_MODULE
     read = read_norm(norm, name, backend)
     if read.parameters.shift is not None:
@@ -654,18 +657,17 @@ def check_precision(*parameters: tuple) -> None:
 
 
 def _read_parameters(module: Submodule, module_name: str) -> tuple[Tensor | None, Tensor | None]:
-    """Return `weight` and `bias` of a module, None where it has none."""
+    """Return `weight` and `bias` of a module as its code looks them up, None where it has none.
+
+    They may be buffers, or plain tensors, as replicas of DataParallel have.
+    """
     read = []
-    parameters = module._parameters
     for name in ("weight", "bias"):
-        parameter = parameters.get(name)
+        parameter = getattr(module, name, None)
         if type(parameter) is not nn.Parameter:
-            if parameter is None:  # replicas of DataParallel hold plain tensors
-                parameter = module.__dict__.get(name)
-            if parameter is not None:
-                refusal = why_not_plain_tensor(f"its {module_name} has a {name}", parameter)
-                if refusal is not None:
-                    raise CannotFuseError(refusal)
+            refusal = why_not_plain_tensor(f"its {module_name} has a {name}", parameter)
+            if refusal is not None:
+                raise CannotFuseError(refusal)
         read.append(parameter)
     return read[0], read[1]
 

@@ -30,7 +30,7 @@ Answer = TypeVar("Answer")
 
 # Attributes of modules that decide nothing: bookkeeping of nn.Module, whose hooks, modules and
 # parameters are compared by themselves, and what generated methods of PyG (2.8) read.
-NOT_READ = (vars(nn.Module()).keys() - {"training"}) | {
+NOT_READ = (vars(nn.Module()).keys() - {"training", "_buffers"}) | {
     *("inspector", "_user_args", "_fused_user_args", "_edge_user_args"),
     "layer_kernels",  # constructors
 }

@@ -22,7 +22,7 @@ attributes.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -299,7 +299,8 @@ def check_operands(operands: AttentionOperands[Tensor], graph: GraphStructure) -
         ):
             _refuse_tensor(name, operand, device)
     _check_nodes(query, key, value, graph)
-    _check_edges(query, graph, *edges)
+    *batch, _, heads, channels = query.shape
+    _check_edges(batch, heads, channels, graph, *edges)
 
 
 def check_scale(scale: float | None) -> None:
@@ -350,13 +351,14 @@ def _check_nodes(query: Tensor, key: Tensor, value: Tensor, graph: GraphStructur
 
 
 def _check_edges(
-    query: Tensor,
+    batch: Sequence[int],
+    heads: int,
+    channels: int,
     graph: GraphStructure,
     edge_attr: Tensor | None,
     edge_weight: Tensor | None,
     edge_bias: Tensor | None,
 ) -> None:
-    *batch, _, heads, channels = query.shape
     if edge_bias is not None and edge_weight is None:
         raise ValueError(
             "edge_bias must come with edge_weight: embedded edge features include their bias"
@@ -395,6 +397,8 @@ def _check_edges(
 
 def _has_shape(operand: Tensor, shape: tuple[int, ...]) -> bool:
     """Compare shapes size by size: tuples with symbolic sizes do not compare in traced code."""
+    if not torch.compiler.is_compiling():
+        return operand.shape == shape
     return operand.dim() == len(shape) and all(map(have_size, operand.shape, shape))
 
 
@@ -415,11 +419,41 @@ def check_network(t: NetworkTensors[Tensor], options: NetworkOptions) -> None:
         _refuse_residual(network, "x", t.x)
 
 
+def check_attention(
+    t: AttentionTensors[Tensor], graph: GraphStructure, options: AttentionOptions
+) -> None:
+    """Raise ValueError unless rows, parameters and structure of an attention fit together."""
+    device, edge_attr = graph.device, t.edge_attr
+    for name, operand in (("x_dst", t.x_dst), ("edge_attr", edge_attr)):
+        if not operand.is_floating_point() or operand.device != device:
+            _refuse_tensor(name, operand, device)
+    x_src = _check_ends(t, graph, options.batch)
+    width, features = t.query.weight.shape
+    for name, rows in (("x_dst", t.x_dst), ("x_src", x_src)):
+        if rows.shape[1] != features:
+            raise ValueError(f"{name} must have {features} features, got {tuple(rows.shape)}")
+    batch = () if options.batch == 1 else (options.batch,)
+    _check_edges(batch, options.heads, width // options.heads, graph, edge_attr, *t.edge)
+
+
 def check_interaction(
     t: InteractionTensors[Tensor], graph: GraphStructure, options: InteractionOptions
 ) -> None:
     """Raise ValueError unless rows, parameters and structure of an edge update fit together."""
     batch = options.batch
+    x_src = _check_ends(t, graph, batch)
+    check_rows("edges", t.edges, batch * graph.num_edges)
+    inputs = t.x_dst.shape[1] + x_src.shape[1] + t.edges.shape[1]
+    if t.network.first.value.weight.shape[1] != inputs:
+        _refuse_inputs(t.network, inputs)
+    if t.edges.shape[1] != t.network.out.weight.shape[0]:
+        _refuse_residual(t.network, "edges", t.edges)
+
+
+def _check_ends(
+    t: AttentionTensors[Tensor] | InteractionTensors[Tensor], graph: GraphStructure, batch: int
+) -> Tensor:
+    """Return the own sources; raise unless there is a row for each node of each batch entry."""
     x_src = t.x_dst if t.x_src is None else t.x_src
     own_sources = batch * graph.num_src
     if t.halo is not None:
@@ -427,12 +461,7 @@ def check_interaction(
         own_sources -= t.halo.shape[0]
     check_rows("x_dst", t.x_dst, batch * graph.num_dst)
     check_rows("x_src", x_src, own_sources)
-    check_rows("edges", t.edges, batch * graph.num_edges)
-    inputs = t.x_dst.shape[1] + x_src.shape[1] + t.edges.shape[1]
-    if t.network.first.value.weight.shape[1] != inputs:
-        _refuse_inputs(t.network, inputs)
-    if t.edges.shape[1] != t.network.out.weight.shape[0]:
-        _refuse_residual(t.network, "edges", t.edges)
+    return x_src
 
 
 def check_rows(name: str, rows: Tensor, number: int) -> None:

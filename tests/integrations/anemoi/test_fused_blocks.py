@@ -355,6 +355,46 @@ def test_a_sub_layer_that_was_asked_for_and_cannot_be_fused_is_refused_unless_a_
         block(*inputs)
 
 
+WRONG_INPUTS = {  # changes of the arguments of a block, and what it says
+    "fewer features": (
+        lambda x, edges, cond: (x[:, 1:], edges, cond),
+        "x_dst must have 16 features",
+    ),
+    "more features": (lambda x, edges, cond: (x.repeat(1, 2), edges, cond), "x_dst must have 16"),
+    "fewer attributes": (
+        lambda x, edges, cond: (x, edges[:, 1:], cond),
+        "edge_attr must have shape",
+    ),
+    "more attributes": (
+        lambda x, edges, cond: (x, edges.repeat(1, 2), cond),
+        "edge_attr must have",
+    ),
+    "fewer edges": (lambda x, edges, cond: (x, edges[1:], cond), "edge_attr must have shape"),
+    "integers": (
+        lambda x, edges, cond: (x, edges.long(), cond),
+        "edge_attr must be floating point",
+    ),
+    "no condition of sources": (lambda x, edges, cond: (x, edges, (None, cond)), "cond must hold"),
+    "no condition of destinations": (lambda x, edges, cond: (x, edges, (cond, None)), "cond must"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_INPUTS)
+def test_inputs_that_anemoi_refuses_are_refused(name):
+    kind = KINDS["mapper" if "condition" in name else "processor"]
+    block = make_block(kind, layer_kernels=conditional_kernels())
+    x, edges, index, *others, _, cond = conditioned_inputs(kind)
+    rows, cond = (x, cond) if isinstance(x, torch.Tensor) else (x[1], cond[1])
+    change, text = WRONG_INPUTS[name]
+    rows, edges, cond = change(rows, edges, cond)
+    inputs = (rows if isinstance(x, torch.Tensor) else (x[0], rows), edges, index, *others)
+    with torch.no_grad():
+        with pytest.raises((RuntimeError, TypeError)):
+            block(*inputs, None, cond)
+        with BLOCKS(), pytest.raises(ValueError, match=f"^{text}"):
+            block(*inputs, None, cond)
+
+
 # Dynamo sees each of these in another way: hooks, a method of an instance, another module, and another class.
 COMPILED_REASONS = (
     "its lin_query has a forward set on it, which would be skipped",

@@ -25,6 +25,7 @@ from anemoi_gt.ops.tensors import (
     Norm,
     NormOptions,
     Operand,
+    check_attention,
     check_interaction,
     check_network,
 )
@@ -229,6 +230,7 @@ def attention_sublayer(
     `graph` is the structure of one batch entry, from own sources and halo to destinations. Edge
     attributes [E, D] are shared by the batch.
     """
+    check_attention(tensors, graph, options)
     flat = attention_triton.flatten(tensors)
     save = needs_gradient(*flat)
     if save:
