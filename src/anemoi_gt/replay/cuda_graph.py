@@ -211,7 +211,12 @@ class CUDAGraphedStep:
                     versions[path] = held, held._version
                 result, gradients = self._outputs(static)
                 left = [holder.get(key) for holder, key in slots]
-            return Outputs(result, gradients, left)
+            # detached, because a graph of autograd would keep what it saved
+            detached = [
+                value.detach() if isinstance(value, Tensor) and value.requires_grad else value
+                for value in left
+            ]
+            return Outputs(result, gradients, detached)
 
         def is_written(path: Path, held: Tensor) -> bool:
             former, version = versions.get(path, (None, 0))

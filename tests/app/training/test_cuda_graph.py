@@ -1,6 +1,7 @@
 """A captured step: the bits of an eager one, what is kept between batches, refusals, and the capture on a GPU."""
 
 import logging
+import warnings
 import weakref
 from contextlib import nullcontext
 
@@ -226,11 +227,21 @@ class Tally(nn.Module):
         return (x * self.calls + self.norms["mean"] - self.norms["sums"]["x"]) * self.constant
 
 
+def weight_norm_after_validation():
+    """A layer whose weight is an attribute that each pass assigns, without a gradient in the last one."""
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        layer = nn.utils.weight_norm(nn.Linear(3, 3))
+    with torch.no_grad():
+        layer(torch.ones(1, 3))
+    return layer
+
+
 STATEFUL = {
     "batch norm": lambda: nn.BatchNorm1d(3),
     "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)),
     "own": Count,
     "attributes": Tally,
+    "weight norm": weight_norm_after_validation,
     "weights": lambda: Decaying(3, 3),
 }
 
