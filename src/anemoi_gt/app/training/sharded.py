@@ -290,8 +290,9 @@ def data_parallel_rng(mesh: DeviceMesh, device: torch.device) -> Iterator[None]:
     """Seed the random generators per replica of the model in the block; restore them afterwards.
 
     Dropout then differs between the batches of data ranks, and a sharded model drops the same edges
-    as on one device. All ranks of the mesh must enter with the same states of the generators of the
-    CPU and of `device`.
+    as on one device, but in chunks of mappers, which draw a mask each and have other destinations.
+    All ranks of the mesh must enter with the same states of the generators of the CPU and of
+    `device`.
     """
     num_replicas = mesh["data"].size()
     if num_replicas == 1:
