@@ -106,6 +106,26 @@ def test_evaluation_on_training_samples_and_a_run_on_other_samples_are_named(
     assert "3 of 3 test samples start in the training period" in capsys.readouterr().out
 
 
+@pytest.mark.application
+def test_the_best_weights_start_again_on_the_validation_samples_of_a_file_that_has_grown(
+    workdir, start, capsys
+):
+    write(part=(36,))
+    periods = {"train": ("01", "05"), "test": ("06", "07"), "valid": ("08", "31")}
+    dates = [
+        f"data.{name}=[2020-01-{first},2020-01-{last}]" for name, (first, last) in periods.items()
+    ]
+    start(train, *SMALL, *dates)
+    write("longer.nc")
+    capsys.readouterr()
+    start(train, "hydra.run.dir=run", "resume=true", "training.steps=6", "data.path=longer.nc")
+    first, former, now = "2020-01-08 00:00", "2020-01-09 12:00", "2020-01-10 12:00"
+    assert (
+        f"number=7, starts=['{first}', '{former}'], data.valid=['2020-01-08', '2020-01-31'], and "
+        f"are number=11, starts=['{first}', '{now}'], data.valid"
+    ) in capsys.readouterr().out
+
+
 def test_the_log_has_the_number_of_samples_whose_times_are_missing(tmp_path):
     write(tmp_path / "a.nc")
     assert "left out" not in describe_data(field_data(str(tmp_path / "a.nc")))

@@ -154,10 +154,17 @@ def a_signal_to_one_rank_stops_all_and_the_run_has_the_losses_of_one_device_on_a
         dist.barrier()
         *parts, _ = make_parts(shared)
         trainer, shard = make_sharded(mesh_of(world // 2, 2), *parts, {"name": "resumed"})
-        states, load = [], trainer.load_state_dict
-        trainer.load_state_dict = lambda state: states.append(state) or load(state)
+        states, load, valid = [], trainer.load_state_dict, trainer.valid
+
+        def load_former(state):
+            trainer.valid = valid
+            states.append(state)
+            load(state)
+
+        trainer.valid, trainer.load_state_dict = {}, load_former
         losses = losses_of(fit_sharded(trainer, shard, resume=True))
-        verdict.same("config of the former run", states[0]["config"], {"name": "test"})
+        former = valid | {"data.valid": None}
+        verdict.same("validation samples of the former run", states[0]["valid"], former)
         same_losses(verdict, "resumed", losses, expected)
         if is_first():
             model, *parts = make_parts(shared)

@@ -17,7 +17,7 @@ def capture_in_place(function):
     static = written(outputs)
     for tensor in static:
         if tensor is not None:
-            tensor.fill_(math.nan)
+            tensor.fill_(math.nan if tensor.is_floating_point() else 1)
 
     def replay():
         for tensor, new in zip(static, written(function()), strict=True):
@@ -28,9 +28,10 @@ def capture_in_place(function):
 
 
 def written(outputs):
-    """Return the outputs of a pass, None where a parameter has no gradient."""
+    """Return the outputs of a pass, None where a parameter has no gradient, or an attribute no tensor."""
     results = [leaf for leaf in tree_leaves(outputs.result) if isinstance(leaf, Tensor)]
-    return [*results, *outputs.gradients]
+    left = [value if isinstance(value, Tensor) else None for value in outputs.attributes]
+    return [*results, *outputs.gradients, *left]
 
 
 @contextmanager

@@ -77,7 +77,8 @@ class EncoderProcessorDecoder(nn.Module):
         For several data sets a mapping of data set to such a mapping. None adds nothing, as for a
         network that predicts tendencies.
     mapper_chunks : int
-        Number of chunks of destinations in encoders and decoders: less memory, the same result.
+        Number of chunks of destinations in encoders and decoders: less memory, the same result, but
+        each chunk draws its own dropout mask.
     checkpoint_groups : int, optional
         Activation checkpointing: number of groups of processor layers; only the input of each group
         and of each mapper chunk is kept for the backward pass. Less memory, the same gradients.

@@ -3,6 +3,9 @@
     first batch     copied into static tensors; warm-up passes; pass captured; state put back
     every batch     copied into the same tensors; graph replayed; gradients assigned to parameters
 
+    attributes      tensors that are neither parameters nor buffers: copied in as the batch is, and
+                    back where the pass writes into them or assigns others
+
 A graph reads and writes the same memory each time, so batch, result and gradients stay where they
 were during capture. It draws from PyTorch's generator on the device what the same pass would draw
 without it: a replay starts at the generator's seed and offset, and advances the offset by what the
@@ -22,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_only
 
 from anemoi_gt.replay.rng import generator_states, set_generator_states
+from anemoi_gt.replay.slots import Path, paths_of, replaced_values, slot_at
 
 # passes, as PyTorch recommends: kernels are compiled, libraries allocate, ranks connect
 WARM_UP = 3
@@ -32,13 +36,16 @@ class Outputs(NamedTuple):
 
     result: Any  # the function's result, tensors in any nesting
     gradients: list[Tensor | None]  # one per parameter, None without a gradient
+    attributes: list[Any]  # what the pass leaves in the module's attributes
 
 
 class CapturedPass(NamedTuple):
     """Static inputs and outputs of a replay, the replay, and the tensors that it reads."""
 
     batch: Any
+    attributes: dict[Path, Tensor]
     outputs: Outputs
+    written: set[Path]  # attributes that the pass writes into
     replay: Callable[[], None]
     memory: list[tuple[int, int, bool]]  # as `_memory`
 
@@ -50,14 +57,16 @@ class CUDAGraphedStep:
     """A captured forward and backward pass; replays are bitwise identical to eager calls.
 
     It is captured again when a parameter or buffer has been replaced or has moved to other memory,
-    and when a parameter is frozen or trained again. Errors during capture name the alternative.
+    when a tensor in an attribute is of another shape or dtype, and when a parameter is frozen or
+    trained again. Errors during capture name the alternative.
 
     Parameters
     ----------
     function : callable
         Takes a batch, sets the parameters' gradients and returns detached tensors in any nesting,
         such as the loss. It runs on the device only, does the same work for every batch, and
-        changes only gradients, random generators, and parameters and buffers of `module` in place.
+        changes only gradients, random generators, parameters and buffers of `module` in place, and
+        tensors in attributes of `module` and their dictionaries.
     module : torch.nn.Module
         Its parameters may get a gradient.
     device : torch.device
@@ -83,7 +92,6 @@ class CUDAGraphedStep:
         self.capture = capture
         self.remedy = remedy
         self.changed: set[str] = set()  # parameters and buffers that every pass changes
-        self.without_gradient: set[str] = set()  # parameters that are trained
         self._parameters: list[nn.Parameter] = []  # of the captured pass
         self._captured: CapturedPass | None = None
 
@@ -97,32 +105,42 @@ class CUDAGraphedStep:
         self._assign(gradients)
         return result
 
-    def replay(self, batch: Any) -> Outputs:
+    def replay(self, batch: Any) -> tuple[Any, list[Tensor | None]]:
         """Return result and gradients of a batch, valid until the next replay.
 
         Gradients of the parameters do not change.
 
         Raises ValueError as a call does.
         """
-        if self._captured is not None and self._captured.memory != _memory(self.module):
+        if self._captured is not None and not self._is_current(self._captured):
             self.reset()
         if self._captured is None:
             self._captured = self._capture(batch)
+        captured = self._captured
         if not self.accepts(batch):
             raise ValueError(
                 "all batches must have the shapes and dtypes of the first, "
-                f"{_described(self._captured.batch)}, to be "
+                f"{_described(captured.batch)}, to be "
                 f"replayed from a CUDA graph, got {_described(batch)}: {self.remedy} for batches "
                 "that differ"
             )
-        for tensor, values in zip(
-            tree_leaves(self._captured.batch), tree_leaves(batch), strict=True
+        attributes = [slot_at(self.module, path) for path in captured.attributes]
+        values = [*tree_leaves(batch), *(holder[key] for holder, key in attributes)]
+        static = [*tree_leaves(captured.batch), *captured.attributes.values()]
+        with torch.no_grad():
+            for tensor, value in zip(static, values, strict=True):
+                if isinstance(tensor, Tensor):
+                    tensor.copy_(value)
+        captured.replay()
+        result, gradients, left = captured.outputs
+        for (path, tensor), (holder, key), value in zip(
+            captured.attributes.items(), attributes, left, strict=True
         ):
-            if isinstance(tensor, Tensor):
-                tensor.copy_(values)
-        self._captured.replay()
-        result, gradients = self._captured.outputs
-        return Outputs(tree_map_only(Tensor, Tensor.clone, result), gradients)
+            if value is not tensor:
+                holder[key] = value.clone() if isinstance(value, Tensor) else value
+            elif path in captured.written:
+                holder[key].copy_(tensor)
+        return tree_map_only(Tensor, Tensor.clone, result), gradients
 
     def accepts(self, batch: Any) -> bool:
         """Return whether a batch can be replayed, or captured because none has been yet."""
@@ -142,17 +160,67 @@ class CUDAGraphedStep:
             if id(parameter.grad) in static:
                 parameter.grad = None
 
+    def _is_current(self, captured: CapturedPass) -> bool:
+        """Return whether a captured pass reads the tensors that the module has now."""
+        if captured.memory != _memory(self.module):
+            return False
+        try:
+            slots = [slot_at(self.module, path) for path in captured.attributes]
+            values = [holder[key] for holder, key in slots]
+        except (KeyError, TypeError):  # an attribute, or a module that had it, is gone
+            return False
+        return all(map(_is_alike, values, captured.attributes.values()))
+
+    def _attributes(self) -> dict[Path, Tensor]:
+        """Return the tensors on the device that attributes hold, without parameters and buffers.
+
+        Those that need a gradient, or are sparse, stay where they are.
+        """
+
+        def is_attribute(name: str, value: Any) -> bool:
+            return (
+                isinstance(value, Tensor)
+                and name not in ("_parameters", "_buffers")
+                and value.device.type == self.device.type
+                and value.layout is torch.strided
+                and not value.requires_grad
+            )
+
+        found = {}
+        for path in paths_of(self.module, is_attribute):
+            holder, key = slot_at(self.module, path)
+            found[path] = holder[key]
+        return found
+
     def _capture(self, batch: Any) -> CapturedPass:
         static = tree_map_only(Tensor, Tensor.clone, batch)
+        attributes = {path: tensor.clone() for path, tensor in self._attributes().items()}
         self._parameters = list(self.module.parameters())
         before = _State(self.module, self.device)
-        addresses: dict[str, int] = {}  # when the captured pass begins, which is the last
+        # when the captured pass begins, which is the last
+        addresses: dict[str, int] = {}
+        versions: dict[Path, tuple[Tensor, int]] = {}
 
         def run() -> Outputs:
+            slots = [slot_at(self.module, path) for path in attributes]
             addresses.update(
                 {name: _address(tensor) for name, tensor in _tensors(self.module).items()}
             )
-            return self._outputs(static)
+            with replaced_values(zip(slots, attributes.values(), strict=True)):
+                for path, held in self._attributes().items():
+                    versions[path] = held, held._version
+                result, gradients = self._outputs(static)
+                left = [holder.get(key) for holder, key in slots]
+            # detached, because a graph of autograd would keep what it saved
+            detached = [
+                value.detach() if isinstance(value, Tensor) and value.requires_grad else value
+                for value in left
+            ]
+            return Outputs(result, gradients, detached)
+
+        def is_written(path: Path, held: Tensor) -> bool:
+            former, version = versions.get(path, (None, 0))
+            return held is former and held._version != version
 
         try:
             with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
@@ -162,11 +230,18 @@ class CUDAGraphedStep:
                 f"while capturing the step in a CUDA graph; {self.remedy} to run without"
             )
             raise
+        written = {path for path, held in attributes.items() if is_written(path, held)}
         self.changed = before.put_back()
         others = [
             name
             for name, tensor in _tensors(self.module).items()
             if tensor is not before.tensors.get(name) or _address(tensor) != addresses[name]
+        ]
+        # values from before the first pass, which could be put back, do not exist
+        others += [
+            ".".join(str(key) for key in path if key != "_modules")
+            for path, held in self._attributes().items()
+            if path not in attributes and is_written(path, held)
         ]
         if others:  # a replay would read the former ones, in memory that may be free
             raise ValueError(
@@ -174,13 +249,10 @@ class CUDAGraphedStep:
                 f"place, got others for {', '.join(others)}: create them before the first step and "
                 f"write into them, or {self.remedy}"
             )
-        named = zip(self.module.named_parameters(), outputs.gradients, strict=True)
-        self.without_gradient = {
-            name for (name, weight), grad in named if grad is None and weight.requires_grad
-        }
-        return CapturedPass(static, outputs, replay, _memory(self.module))
+        memory = _memory(self.module)
+        return CapturedPass(static, attributes, outputs, written, replay, memory)
 
-    def _outputs(self, batch: Any) -> Outputs:
+    def _outputs(self, batch: Any) -> tuple[Any, list[Tensor | None]]:
         """Run the pass and take its gradients; parameters have none yet, so none accumulate."""
         before = [parameter.grad for parameter in self._parameters]
         self._assign([None] * len(self._parameters))
@@ -194,7 +266,7 @@ class CUDAGraphedStep:
         try:
             with checkpoints_without_generator(state) if is_on_gpu else nullcontext():
                 result = self.function(batch)
-            return Outputs(result, [parameter.grad for parameter in self._parameters])
+            return result, [parameter.grad for parameter in self._parameters]
         finally:
             self._assign(before)
 
@@ -250,6 +322,15 @@ def _memory(module: nn.Module) -> list[tuple[int, int, bool]]:
         tensors += part._buffers.values()
         modules += [child for child in part._modules.values() if child is not None]
     return [(id(t), _address(t), t.requires_grad) for t in tensors if t is not None]
+
+
+def _is_alike(value: Any, tensor: Tensor) -> bool:
+    """Return whether a value is a tensor of the shape, dtype and device of another."""
+    return isinstance(value, Tensor) and (value.shape, value.dtype, value.device) == (
+        tensor.shape,
+        tensor.dtype,
+        tensor.device,
+    )
 
 
 def _address(tensor: Tensor) -> int:

@@ -1,6 +1,7 @@
 """A captured step: the bits of an eager one, what is kept between batches, refusals, and the capture on a GPU."""
 
 import logging
+import warnings
 import weakref
 from contextlib import nullcontext
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from support.capturing import capture_in_place
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from anemoi_gt.app.datasets.forecast_dataset import Sample
 from anemoi_gt.app.training.step import AUTOCAST, REMEDY
@@ -205,10 +207,41 @@ class Decaying(nn.Linear):
         return super().forward(x)
 
 
+class Tally(nn.Module):
+    """Writes into tensors in attributes, and assigns others that the next call reads or does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = torch.zeros((), dtype=torch.int64)
+        self.norms = {"mean": torch.zeros(3), "sums": {"x": torch.zeros(3)}}
+        self.last = torch.zeros(2, 3)
+        self.cached = self.constant = None
+
+    def forward(self, x):
+        if self.constant is None:
+            self.constant = torch.linspace(1.0, 2.0, 3)
+        self.calls += 1
+        self.norms["sums"]["x"].add_(x.detach().sum(0))
+        self.norms["mean"] = 0.9 * self.norms["mean"] + x.detach().mean(0)
+        self.last = self.cached = x.detach().clone()
+        return (x * self.calls + self.norms["mean"] - self.norms["sums"]["x"]) * self.constant
+
+
+def weight_norm_after_validation():
+    """A layer whose weight is an attribute that each pass assigns, without a gradient in the last one."""
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        layer = nn.utils.weight_norm(nn.Linear(3, 3))
+    with torch.no_grad():
+        layer(torch.ones(1, 3))
+    return layer
+
+
 STATEFUL = {
     "batch norm": lambda: nn.BatchNorm1d(3),
     "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)),
     "own": Count,
+    "attributes": Tally,
+    "weight norm": weight_norm_after_validation,
     "weights": lambda: Decaying(3, 3),
 }
 
@@ -234,8 +267,9 @@ def steps_of(part, *, captured):
             step.reset()
         results.append(step(torch.randn(5, 3)))
         optimizer.step()
-        state = (*model.parameters(), *model.buffers())
-        results += [tensor.detach().to_dense().clone() for tensor in state]
+        state = [*model[0].parameters(), *tree_leaves([vars(held) for held in model[1].modules()])]
+        tensors = [tensor for tensor in state if isinstance(tensor, torch.Tensor)]
+        results += [tensor.detach().to_dense().clone() for tensor in tensors]
     return results
 
 
@@ -249,7 +283,7 @@ def test_a_captured_step_names_what_it_changes():
 
 
 @pytest.mark.parametrize("part", STATEFUL)
-def test_a_capture_puts_back_what_its_passes_change_in_buffers_and_weights(part):
+def test_a_capture_puts_back_what_its_passes_change_in_tensors_that_a_module_holds(part):
     assert_same(
         steps_of(STATEFUL[part], captured=True), steps_of(STATEFUL[part], captured=False), part
     )
@@ -278,14 +312,21 @@ def create(module):
     module.made += 1
 
 
+def create_unregistered(module):
+    if not hasattr(module, "made"):
+        module.made = torch.zeros(2)
+    module.made += 1
+
+
 def move(module):
     module.buffer.data = module.buffer.data + 1
 
 
 @pytest.mark.parametrize(
-    ("change", "name"), [(replace, "buffer"), (create, "made"), (move, "buffer")]
+    ("change", "name"),
+    [(replace, "buffer"), (create, "made"), (create_unregistered, "made"), (move, "buffer")],
 )
-def test_buffers_that_a_pass_creates_or_replaces_are_refused(change, name):
+def test_state_that_a_pass_creates_and_buffers_that_it_replaces_are_refused(change, name):
     module = Misused(change)
     step = CUDAGraphedStep(module, module, CPU, capture_in_place, REMEDY)
     message = f"in place, got others for {name}: .*, or set training"
@@ -315,6 +356,58 @@ def test_a_step_is_captured_again_with_a_tensor_that_replaces_another(line, kind
         line.load_state_dict(state, assign=True)
     assert_same(replayed(captured, line, 3), eager(line, 3))
     assert len(captures) == 2
+
+
+class Weighted(nn.Module):
+    """A loss with weights in attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(2))
+        self.weights, self.masks = torch.ones(2), {"sea": torch.ones(2)}
+
+    def forward(self, x):
+        loss = (self.factor * x).square().mul(self.weights * self.masks["sea"]).sum()
+        loss.backward()
+        return loss.detach()
+
+
+def replace_dictionary(module):
+    module.masks = {"sea": torch.zeros(2)}
+
+
+@pytest.mark.parametrize(
+    ("change", "count"),
+    [
+        (lambda module: setattr(module, "weights", torch.tensor([3.0, 4.0])), 1),
+        (lambda module: module.masks.update(sea=torch.zeros(2)), 1),
+        (replace_dictionary, 1),
+        (lambda module: setattr(module, "weights", torch.tensor(5.0)), 2),
+        (lambda module: setattr(module, "weights", 6.0), 2),
+    ],
+)
+def test_a_replay_reads_the_tensors_that_attributes_hold_now(change, count):
+    module, captures = Weighted(), []
+
+    def capture(function):
+        captures.append(function)
+        return capture_in_place(function)
+
+    step = CUDAGraphedStep(module, module, CPU, capture, REMEDY)
+    x, held = torch.tensor([1.0, 2.0]), module.weights
+    assert step(x) == 5
+    before = held.clone()
+    change(module)
+    for _ in range(2):
+        loss = step(x)
+        gradient = module.factor.grad.clone()
+        module.zero_grad()
+        assert_same([loss, gradient], [module(x), module.factor.grad])
+    assert len(captures) == count
+    module.weights = held  # which no step has written into
+    module.masks["sea"] = torch.ones(2)
+    assert torch.equal(held, before)
+    assert step(x) == 5
 
 
 @pytest.mark.parametrize("number", [1e-3, float("nan")])

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import threading
 from functools import partial
@@ -11,10 +12,12 @@ import pytest
 import torch
 from support.capturing import capture_in_place
 
-from anemoi_gt.app.datasets.forecast_dataset import TrainingBatches
+from anemoi_gt.app.datasets.forecast_dataset import Splits, TrainingBatches
 from anemoi_gt.app.datasets.forecast_dataset import load as load_batches
+from anemoi_gt.app.datasets.sphere_advection import sphere
 from anemoi_gt.app.training.progress import Stopped, StopRequest
 from anemoi_gt.app.training.run_files import MetricsFile, load_checkpoint, save_checkpoint
+from anemoi_gt.app.training.trainer import describe_samples
 
 from ..conftest import assert_same, fit, without_speed
 
@@ -162,8 +165,18 @@ def test_a_continued_run_keeps_the_best_weights_that_it_does_not_beat(trainer):
     assert load_checkpoint(last)["best_loss"] == 0.0
 
 
-@pytest.mark.parametrize("after", [STOP_AFTER, None])
-def test_with_other_validation_dates_the_best_weights_are_chosen_again(trainer, caplog, after):
+@pytest.mark.parametrize(
+    ("change", "after", "said"),
+    [
+        ("dates", STOP_AFTER, "data.valid=None, and are .*data.valid=.'2020-01', '2020-02'."),
+        ("dates", None, "data.valid=None, and are .*data.valid=.'2020-01', '2020-02'."),
+        ("file", STOP_AFTER, "number=3, .*, and are number=4, "),
+        ("checkpoint before 0.5.0", STOP_AFTER, "unknown, and are number=3, "),
+    ],
+)
+def test_with_other_validation_samples_the_best_weights_are_chosen_again(
+    trainer, caplog, change, after, said
+):
     """Also if the run has ended, and takes no step more."""
     if after is None:
         fit(trainer("run"))
@@ -172,8 +185,14 @@ def test_with_other_validation_dates_the_best_weights_are_chosen_again(trainer, 
     continued = trainer("run")
     best, last = continued.folder / "best.pt", continued.folder / "last.pt"
     save_checkpoint(best, load_checkpoint(best) | {"best_loss": 0.0})
-    continued.description["data"] = {"valid": ["2020-01", "2020-02"]}
+    if change == "dates":
+        continued.description["data"] = {"valid": ["2020-01", "2020-02"]}
+    elif change == "file":  # that has grown; the dates are the same
+        continued.splits = Splits(*sphere("O4", train_size=8, valid_size=4, test_size=3))
+        continued.valid = describe_samples(continued.splits.valid)
     state = load_checkpoint(last) | {"best_loss": 0.0}
+    if change == "checkpoint before 0.5.0":
+        del state["valid"]
     with caplog.at_level("INFO"):
         continued.load_state_dict(state)
     losses = [
@@ -183,7 +202,7 @@ def test_with_other_validation_dates_the_best_weights_are_chosen_again(trainer, 
     ]
     if after is None:
         losses = losses[1:]  # the first is of the former dates
-    assert "data.valid was None and is ['2020-01', '2020-02']: best.pt starts again" in caplog.text
+    assert re.search(f"the validation samples were .*{said}.*: best.pt starts again", caplog.text)
     assert load_checkpoint(best)["best_loss"] == continued.best_loss == min(losses)
     assert load_checkpoint(last)["config"] == continued.description
 

@@ -21,9 +21,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from anemoi_gt.integrations import anemoi
-from anemoi_gt.integrations.anemoi.captured_step import indices_on_device, replaced_values
+from anemoi_gt.integrations.anemoi.captured_step import indices_on_device
 from anemoi_gt.integrations.anemoi.cuda_graph_callback import check_capturable
 from anemoi_gt.replay.cuda_graph import checkpoints_without_generator
+from anemoi_gt.replay.slots import replaced_values
 
 pytestmark = pytest.mark.application
 
@@ -231,13 +232,22 @@ class WithUnused(Forecaster):
         self.unused = nn.Parameter(torch.ones(2))
 
 
+class WithUsedInCapture(WithUnused):
+    """A weight that gets no gradient in batches of two samples."""
+
+    def step(self, batch, split):
+        loss = super().step(batch, split)
+        return loss + self.unused.sum() if len(batch["data"]) == 1 else loss
+
+
 @pytest.mark.parametrize(
     ("change", "broadcasts", "names"),
     [
-        ("none", True, None),
+        (None, True, None),
         ("loss", False, None),
         ("loss", True, "loss.calls, loss.norm.num_batches_tracked, .*running_var"),
-        ("weight", False, "unused"),
+        (WithUnused, False, "unused"),
+        (WithUsedInCapture, False, "unused"),
     ],
 )
 def test_several_processes_do_not_replay_what_ddp_would_do_besides(
@@ -246,15 +256,17 @@ def test_several_processes_do_not_replay_what_ddp_would_do_besides(
     """Lightning says that one process is one of two, which average over their group of one."""
     if change == "loss":
         monkeypatch.setattr(Forecaster, "make_loss", RunningLoss)
-    make = WithUnused if change == "weight" else Forecaster
-    monkeypatch.setitem(globals(), "Forecaster", make)
+    elif change is not None:
+        monkeypatch.setitem(globals(), "Forecaster", change)
     two = LambdaCallback(
         on_train_start=lambda *_: monkeypatch.setattr(Trainer, "world_size", 2),
     )
     strategy = DDPStrategy(broadcast_buffers=broadcasts)
     message = f"several processes replay must not change buffers .*, got {names}: remove"
     with nullcontext() if names is None else pytest.raises(ValueError, match=message):
-        fit(graph, [two, callback()], epochs=1, devices=1, strategy=strategy)
+        data = batches(graph, sizes=[1, 1, 2])
+        _, records = fit(graph, [two, callback()], data, epochs=1, devices=1, strategy=strategy)
+        assert len(records.losses) == 3
 
 
 def test_gradients_that_are_zeroed_in_place_belong_to_the_batch(graph, monkeypatch):
@@ -278,11 +290,26 @@ class RunningLoss(Loss):
         return error / (1 + self.norm.running_var.detach().sum())
 
 
-def test_buffers_that_a_step_changes_count_each_batch_once(graph, monkeypatch):
-    monkeypatch.setattr(Forecaster, "make_loss", RunningLoss)
-    replayed = fit(graph, [callback()])
-    assert_same(replayed, fit(graph))
-    assert replayed[0].loss.calls > 0
+class TalliedLoss(Loss):
+    """Counts its calls, and divides by a running mean of errors, in attributes."""
+
+    def __init__(self, nodes):
+        super().__init__(nodes)
+        self.calls, self.mean = torch.zeros(()), torch.zeros(())
+
+    def forward(self, output, target):
+        self.calls += 1
+        error = super().forward(output, target)
+        self.mean = 0.9 * self.mean + error.detach()
+        return error / (self.calls + self.mean)
+
+
+@pytest.mark.parametrize("loss", [RunningLoss, TalliedLoss])
+def test_tensors_that_a_step_changes_count_each_batch_once(graph, monkeypatch, loss):
+    monkeypatch.setattr(Forecaster, "make_loss", loss)
+    replayed, eager = fit(graph, [callback()]), fit(graph)
+    assert_same(replayed, eager)
+    assert replayed[0].loss.calls == eager[0].loss.calls > 0
 
 
 def test_a_replay_reads_what_a_loss_holds_from_one_place(graph, eager):

@@ -36,7 +36,7 @@ from anemoi_gt.app.training.progress import StopRequest
 from anemoi_gt.app.training.run_files import atomic_write, sharded
 from anemoi_gt.app.training.run_folder import BEST, LAST
 from anemoi_gt.app.training.step import TrainingStep, autocast, node_errors
-from anemoi_gt.app.training.trainer import Trainer
+from anemoi_gt.app.training.trainer import Trainer, describe_samples
 from anemoi_gt.distributed.consensus import (
     check_same,
     fingerprint,
@@ -102,6 +102,7 @@ def make_sharded_trainer(
         folder,
         description,
         schema=splits.train.schema(),
+        valid=describe_samples(splits.valid),
         make_step=partial(
             ShardedTrainingStep,
             num_nodes=num_nodes,
@@ -131,9 +132,9 @@ def fit_sharded(trainer: Trainer, shard: ModuleShard, *, resume: bool) -> list[d
     if resume:
         template = trainer.state_dict()
         # not read as the rest, because their keys in the checkpoint may differ
-        plain = {name: template.pop(name) for name in ("config", "schema")}
+        plain = {name: template.pop(name) for name in ("config", "schema", "valid")}
         folder = sharded(trainer.folder / LAST)
-        plain["config"] = run_on_rank0(partial(load_values, folder, "config"))
+        plain["valid"] = run_on_rank0(partial(load_values, folder, "valid"))
         state = load_checkpoint(folder, template, shard.tables, world_group())
         trainer.load_state_dict(state | plain)
     if dist.get_rank() != 0:
@@ -289,8 +290,9 @@ def data_parallel_rng(mesh: DeviceMesh, device: torch.device) -> Iterator[None]:
     """Seed the random generators per replica of the model in the block; restore them afterwards.
 
     Dropout then differs between the batches of data ranks, and a sharded model drops the same edges
-    as on one device. All ranks of the mesh must enter with the same states of the generators of the
-    CPU and of `device`.
+    as on one device, but in chunks of mappers, which draw a mask each and have other destinations.
+    All ranks of the mesh must enter with the same states of the generators of the CPU and of
+    `device`.
     """
     num_replicas = mesh["data"].size()
     if num_replicas == 1:

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from anemoi_gt.app.datasets.forecast_dataset import Splits, TrainingBatches, load
+from anemoi_gt.app.datasets.fields import minutes
+from anemoi_gt.app.datasets.forecast_dataset import ForecastDataset, Splits, TrainingBatches, load
 from anemoi_gt.app.datasets.schema import DataSchema
 from anemoi_gt.app.training.config import TrainingConfig, choose_device, cpu_threads
 from anemoi_gt.app.training.progress import Meter, Stopped, StopRequest, progress_bar
@@ -50,6 +51,9 @@ class Trainer:
     schema : DataSchema, optional
         Schema of the data, to be stored in the checkpoints. By default, the schema of
         `splits.train`.
+    valid : dict, optional
+        What tells the validation samples from others, to be stored in the checkpoints. By default,
+        the `describe_samples` of `splits.valid`.
     make_step, make_batches, save, read_best_loss, stop_request : callable
         Called like their defaults: `TrainingStep(model, weights, config, device)`,
         `TrainingBatches(dataset, batch_size, steps, seed, device)`, `save_checkpoint(path, state)`,
@@ -72,6 +76,7 @@ class Trainer:
         description: dict,
         *,
         schema: DataSchema | None = None,
+        valid: dict | None = None,
         make_step: Callable[..., TrainingStep] = TrainingStep,
         make_batches: Callable[..., TrainingBatches] = TrainingBatches,
         save: Callable[[Path, dict], None] = save_checkpoint,
@@ -83,6 +88,7 @@ class Trainer:
         self.folder = Path(folder)
         self.description = description
         self.schema = splits.train.schema() if schema is None else schema
+        self.valid = describe_samples(splits.valid) if valid is None else valid
         self.device = choose_device(config.device)
         self.step = make_step(model, splits.train.weights, config, self.device)
         self.batches = make_batches(
@@ -167,6 +173,7 @@ class Trainer:
             "generators": generator_states(self.device),
             "config": self.description,
             "schema": self.schema.to_dict(),
+            "valid": self.valid | {"data.valid": self.description.get("data", {}).get("valid")},
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -174,12 +181,15 @@ class Trainer:
 
         `state` is a result of `load_checkpoint`. If `best.pt` in the folder is not as good as the
         state says, because the run ended before it was written, `fit` writes it from this state.
-        If `data.valid` is another one than in the config of the state, or the `best.pt` of an
-        earlier validation is missing or replaced, `fit` begins with a validation, which writes it.
+        If the validation samples or `data.valid` are others than in the state, or the `best.pt` of
+        an earlier validation is missing or replaced, `fit` begins with a validation, which writes
+        it.
         Raises ValueError if the state lacks an entry, its weights belong to another model, or
         `best.pt` is damaged.
         """
-        missing = sorted(self.state_dict().keys() - state.keys())
+        own = self.state_dict()
+        state = {"valid": {}} | state  # which checkpoints before 0.5.0 do not have
+        missing = sorted(own.keys() - state.keys())
         if missing:
             raise ValueError(
                 f"state must be the last.pt of a run, this checkpoint lacks {', '.join(missing)}"
@@ -190,10 +200,10 @@ class Trainer:
         self._lacks_best = self.best_loss != best_loss
         # A run that has only validated once may have ended before it wrote its first best.pt.
         is_missing = best_loss == math.inf and self.step.global_step > self.config.valid_every
-        former, now = (_valid_of(config) for config in (state["config"], self.description))
         reason = None
-        if former != now:
-            reason = f"data.valid was {former} and is {now}"
+        if state["valid"] != own["valid"]:
+            former, now = (_as_text(state["valid"]), _as_text(own["valid"]))
+            reason = f"the validation samples were {former}, and are {now}"
         elif self._lacks_best and (is_missing or best_loss < self.best_loss):
             reason = f"{self.folder} has lost the best weights of the run"
         if reason is not None:
@@ -268,6 +278,13 @@ class Trainer:
         return FloatingPointError(f"{problem} at step {self.step.global_step}: {remedy}")
 
 
-def _valid_of(config: dict) -> object:
-    """Return the dates of the validation samples in a config, None if it names none."""
-    return config.get("data", {}).get("valid")
+def describe_samples(samples: ForecastDataset) -> dict:
+    """Return the number of samples, and the first and the last start if they have dates."""
+    starts = [samples.start_time(i) for i in (0, len(samples) - 1)]
+    dates = [minutes(time) for time in starts if time is not None]
+    return {"number": len(samples), "starts": dates}
+
+
+def _as_text(valid: dict) -> str:
+    """Return the description of validation samples for the log."""
+    return ", ".join(f"{name}={value}" for name, value in valid.items()) or "unknown"

@@ -4,17 +4,14 @@ Anemoi indexes device tensors with tensors and lists on the host, which are copi
 every step; a CUDA graph cannot capture such copies. During capture, device copies replace them.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from anemoi_gt.replay.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph
-
-Slot = tuple[dict, Any]  # a dictionary, such as `vars` of a module, and a key
-_NOTHING = object()
+from anemoi_gt.replay.slots import Slot, paths_of, replaced_values, slot_at
 
 
 def capture_step(
@@ -113,46 +110,5 @@ def indices_on_device(module: nn.Module, device: torch.device) -> list[tuple[Slo
         is_index = is_host_tensor and value.dtype in (torch.int32, torch.int64) and value.dim() > 0
         return is_index and name not in ("_buffers", "_parameters")
 
-    holders = list(slots_of(module, is_index))
+    holders = [slot_at(module, path) for path in paths_of(module, is_index)]
     return [((holder, key), torch.as_tensor(holder[key], device=device)) for holder, key in holders]
-
-
-def slots_of(module: nn.Module, accepts: Callable[[str, Any], bool]) -> Iterator[Slot]:
-    """Yield the slots of values in a module, its children, dictionaries and Anemoi objects.
-
-    `accepts` gets the name of an attribute and its value, or a value in its dictionaries.
-    """
-    seen = set()
-    left = [("", vars(module))]
-    while left:
-        outer, holder = left.pop()
-        if id(holder) in seen:
-            continue
-        seen.add(id(holder))
-        for key, value in holder.items():
-            name = outer or str(key)
-            if accepts(name, value):
-                yield holder, key
-            elif isinstance(value, dict):
-                left.append((name, value))
-            elif hasattr(value, "__dict__") and (
-                isinstance(value, nn.Module) or type(value).__module__.startswith("anemoi.")
-            ):
-                left.append(("", vars(value)))
-
-
-@contextmanager
-def replaced_values(replacements: Iterable[tuple[Slot, Any]]) -> Iterator[None]:
-    """Replace the values of slots during the block, and restore the former values afterwards."""
-    before = []
-    try:
-        for (holder, key), value in replacements:
-            before.append((holder, key, holder.get(key, _NOTHING)))
-            holder[key] = value
-        yield
-    finally:
-        for holder, key, value in reversed(before):
-            if value is _NOTHING:
-                del holder[key]
-            else:
-                holder[key] = value

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from anemoi_gt.distributed.gradients import average_gradients
@@ -25,12 +25,11 @@ from anemoi_gt.integrations.anemoi.captured_step import (
     check_device,
     check_submodules,
     indices_on_device,
-    replaced_values,
-    slots_of,
 )
 from anemoi_gt.integrations.anemoi.installation import install
 from anemoi_gt.integrations.anemoi.report import warn_once
 from anemoi_gt.replay.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph
+from anemoi_gt.replay.slots import replaced_values
 
 log = logging.getLogger(__name__)
 REMEDY = "remove CUDAGraphCallback from diagnostics.callbacks"
@@ -89,8 +88,7 @@ class CUDAGraphCallback(Callback):
         self, trainer: Trainer, module: LightningModule, batch: Any, *rest: Any
     ) -> Any:
         """Replay a batch and return the output of `training_step`; `_backward` adds gradients."""
-        scalers = _tensors_of_loss(module)
-        inputs = (batch, [holder[key] for holder, key in scalers], trainer.accumulate_grad_batches)
+        inputs = (batch, trainer.accumulate_grad_batches)
         if self._step is not None and not self._step.accepts(inputs):
             warn_once(
                 "training batches of other shapes than the captured one run without the CUDA graph"
@@ -101,15 +99,14 @@ class CUDAGraphCallback(Callback):
                 return module.training_step(batch, *rest)
         if self._step is None:
             indices = indices_on_device(module, trainer.strategy.root_device)
-            function = partial(self._forward_backward, trainer, module, scalers, indices, rest)
+            function = partial(self._forward_backward, trainer, module, indices, rest)
             device = trainer.strategy.root_device
             self._step = CUDAGraphedStep(function, module, device, self._capture, self.remedy)
         # of the last step; Lightning discards it after `training_step`
         self._step.release_gradients()
         (output, logged), self._gradients = self._step.replay(inputs)
-        if trainer.world_size > 1:
-            changed = self._step.changed if trainer.strategy.model.broadcast_buffers else set()
-            check_processes(changed | self._step.without_gradient, self.remedy)
+        if trainer.world_size > 1 and trainer.strategy.model.broadcast_buffers:
+            check_processes(self._step.changed, self.remedy)
         for arguments, options in logged:
             module.log(*arguments, **options)
         return output
@@ -118,19 +115,18 @@ class CUDAGraphCallback(Callback):
         self,
         trainer: Trainer,
         module: LightningModule,
-        scalers: list,
         indices: list,
         rest: tuple,
         inputs: tuple,
     ) -> tuple[Any, list]:
         """Run the captured pass; return the output of `training_step` and the calls of `log`."""
-        batch, values, accumulated = inputs
+        batch, accumulated = inputs
         logged = []
         recorder = (
             (vars(module), "log"),
             lambda *arguments, **options: logged.append((arguments, options)),
         )
-        slots = [recorder, *zip(scalers, values, strict=True), *indices]
+        slots = [recorder, *indices]
         with trainer.precision_plugin.train_step_context(), replaced_values(slots):
             output = module.training_step(batch, *rest)
             loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -161,7 +157,10 @@ class CUDAGraphCallback(Callback):
             self._add_gradients(module, gradients, keeps=keeps)
         # False inside DDP's no_sync, which accumulates gradients (torch 2.13)
         if trainer.world_size > 1 and trainer.strategy.model.require_backward_grad_sync:
-            average_gradients(module.parameters(), trainer.strategy.model.process_group)
+            trained = [weight for weight in module.parameters() if weight.requires_grad]
+            if any(weight.grad is None for weight in trained):
+                check_processes(_without_gradient(module), self.remedy)
+            average_gradients(trained, trainer.strategy.model.process_group)
 
     def _add_gradients(
         self, module: LightningModule, gradients: list[Tensor | None], *, keeps: bool
@@ -255,10 +254,16 @@ def check_capturable(
     check_submodules(module, remedy)
 
 
+def _without_gradient(module: LightningModule) -> set[str]:
+    """Return the names of weights that are not frozen and have no gradient."""
+    named = module.named_parameters()
+    return {name for name, weight in named if weight.requires_grad and weight.grad is None}
+
+
 def check_processes(others: set[str], remedy: str) -> None:
     """Raise ValueError if DDP would do more in a step than to average gradients.
 
-    `others` are the buffers that a pass changes, if DDP broadcasts them, and weights without a
+    `others` are the buffers that a pass changes, if DDP broadcasts them, or weights without a
     gradient. DDP leaves None where no process has one, and an optimiser skips the weight; the
     average would be zero, and weights decay.
     """
@@ -268,17 +273,3 @@ def check_processes(others: set[str], remedy: str) -> None:
             "broadcast_buffers of the strategy is False, and must differentiate by all weights "
             f"that are not frozen, got {', '.join(sorted(others))}: {remedy}"
         )
-
-
-def _tensors_of_loss(module: LightningModule) -> list[tuple[dict, Any]]:
-    """Return the slots of tensors in a loss that Anemoi replaces per step, such as NaN masks.
-
-    Parameters and buffers stay where they are: a pass may write into them.
-    """
-    loss = getattr(module, "loss", None)
-    if not isinstance(loss, nn.Module):
-        return []
-    registries = ("_parameters", "_buffers")
-    return list(
-        slots_of(loss, lambda name, value: isinstance(value, Tensor) and name not in registries)
-    )

@@ -1,0 +1,61 @@
+"""Slots of values that a module, its children, and their dictionaries hold as attributes."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+Path = tuple[Any, ...]  # keys from a module to a value
+Slot = tuple[dict, Any]  # a dictionary, such as `vars` of a module, and a key
+_NOTHING = object()
+
+
+def paths_of(module: nn.Module, accepts: Callable[[str, Any], bool]) -> Iterator[Path]:
+    """Yield the paths to values in a module, its children, dictionaries and Anemoi objects.
+
+    `accepts` gets the name of an attribute and its value, or a value in its dictionaries.
+    """
+    seen = set()
+    left: list[tuple[Path, str, dict]] = [((), "", vars(module))]
+    while left:
+        path, outer, holder = left.pop()
+        if id(holder) in seen:
+            continue
+        seen.add(id(holder))
+        for key, value in holder.items():
+            name = outer or str(key)
+            if accepts(name, value):
+                yield (*path, key)
+            elif isinstance(value, dict):
+                left.append(((*path, key), name, value))
+            elif hasattr(value, "__dict__") and (
+                isinstance(value, nn.Module) or type(value).__module__.startswith("anemoi.")
+            ):
+                left.append(((*path, key), "", vars(value)))
+
+
+def slot_at(module: nn.Module, path: Path) -> Slot:
+    """Return the slot at a path. Raises KeyError or TypeError if the path leads nowhere."""
+    holder = vars(module)
+    for key in path[:-1]:
+        value = holder[key]
+        holder = value if isinstance(value, dict) else vars(value)
+    return holder, path[-1]
+
+
+@contextmanager
+def replaced_values(replacements: Iterable[tuple[Slot, Any]]) -> Iterator[None]:
+    """Replace the values of slots during the block, and restore the former values afterwards."""
+    before = []
+    try:
+        for (holder, key), value in replacements:
+            before.append((holder, key, holder.get(key, _NOTHING)))
+            holder[key] = value
+        yield
+    finally:
+        for holder, key, value in reversed(before):
+            if value is _NOTHING:
+                del holder[key]
+            else:
+                holder[key] = value
