@@ -134,7 +134,8 @@ def fit_sharded(trainer: Trainer, shard: ModuleShard, *, resume: bool) -> list[d
         # not read as the rest, because their keys in the checkpoint may differ
         plain = {name: template.pop(name) for name in ("config", "schema", "valid")}
         folder = sharded(trainer.folder / LAST)
-        plain["valid"] = run_on_rank0(partial(load_values, folder, "valid"))
+        for name in ("config", "valid"):
+            plain[name] = run_on_rank0(partial(load_values, folder, name))
         state = load_checkpoint(folder, template, shard.tables, world_group())
         trainer.load_state_dict(state | plain)
     if dist.get_rank() != 0:

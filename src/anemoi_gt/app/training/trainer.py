@@ -173,7 +173,7 @@ class Trainer:
             "generators": generator_states(self.device),
             "config": self.description,
             "schema": self.schema.to_dict(),
-            "valid": self.valid | {"data.valid": self.description.get("data", {}).get("valid")},
+            "valid": self.valid | {"data.valid": _option(self.description)},
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -188,8 +188,7 @@ class Trainer:
         `best.pt` is damaged.
         """
         own = self.state_dict()
-        state = {"valid": {}} | state  # which checkpoints before 0.5.0 do not have
-        missing = sorted(own.keys() - state.keys())
+        missing = sorted(own.keys() - state.keys() - {"valid"})
         if missing:
             raise ValueError(
                 f"state must be the last.pt of a run, this checkpoint lacks {', '.join(missing)}"
@@ -200,10 +199,13 @@ class Trainer:
         self._lacks_best = self.best_loss != best_loss
         # A run that has only validated once may have ended before it wrote its first best.pt.
         is_missing = best_loss == math.inf and self.step.global_step > self.config.valid_every
-        reason = None
-        if state["valid"] != own["valid"]:
-            former, now = (_as_text(state["valid"]), _as_text(own["valid"]))
-            reason = f"the validation samples were {former}, and are {now}"
+        reason, valid = None, own["valid"]
+        # checkpoints of 0.5.0 and before have the option only
+        former = state.get("valid") or valid | {"data.valid": _option(state["config"])}
+        if former != valid:
+            reason = (
+                f"the validation samples were {_as_text(former)}, and are {_as_text(valid)}"
+            )
         elif self._lacks_best and (is_missing or best_loss < self.best_loss):
             reason = f"{self.folder} has lost the best weights of the run"
         if reason is not None:
@@ -285,6 +287,11 @@ def describe_samples(samples: ForecastDataset) -> dict:
     return {"number": len(samples), "starts": dates}
 
 
+def _option(config: dict) -> object:
+    """Return `data.valid` of a config, None if it names none."""
+    return config.get("data", {}).get("valid")
+
+
 def _as_text(valid: dict) -> str:
     """Return the description of validation samples for the log."""
-    return ", ".join(f"{name}={value}" for name, value in valid.items()) or "unknown"
+    return ", ".join(f"{name}={value}" for name, value in valid.items())
