@@ -1,6 +1,7 @@
 """The rule for modules that this library replaces: what their results depend on, read from their code, and each part of it."""
 
 import ast
+import copy
 import importlib
 from pathlib import Path
 
@@ -351,6 +352,19 @@ def test_another_method_of_an_own_block_is_seen(name, where, monkeypatch):
     else:
         block.__class__ = type("Own", (kind,), {name: other})
     assert why_not_plain(("", block, (rule.BLOCK,))).kind is PERMANENT
+
+
+@pytest.mark.parametrize("path", ("", "node_dst_mlp"))
+def test_an_attribute_that_hides_a_child_is_seen(path):
+    block = GraphTransformerProcessorBlock(**BLOCK_SIZES)
+    module, role = block.get_submodule(path), rule.MLP if path else rule.BLOCK
+    for name, child in module.named_children():
+        object.__setattr__(module, name, copy.deepcopy(child))
+        refusal = why_not_plain((path, module, (role,)))
+        assert refusal.kind is PERMANENT
+        assert f"has a {name} set on it" in refusal.text
+        object.__delattr__(module, name)
+        assert why_not_plain((path, module, (role,))) is None
 
 
 def test_a_subclass_of_a_block_that_overrides_nothing_is_plain():

@@ -4,9 +4,9 @@ A fused sub-layer, or an attention that reads the weight of an edge embedding, c
 of a module without calling it. That is right for a module of a class in `TABLE` whose functions are
 those that were read: every one that the class and its bases up to nn.Module define, but for
 `NOT_COMPUTING`, and what these look up in other modules, such as `torch.nn.functional.linear`,
-which is read from their bytecode. No attribute of the module takes the place of one, no hook is
-registered, and a layer of message passing has the attributes of its row. `why_not_plain` is the
-only function that asks; what was read from modules may be kept while they are unchanged
+which is read from their bytecode. No attribute of the module takes the place of one or of a child,
+no hook is registered, and a layer of message passing has the attributes of its row. `why_not_plain`
+is the only function that asks; what was read from modules may be kept while they are unchanged
 (`nn.unchanged`).
 
 What a class held when it was recognised is compared as a whole, in C: 1 us a class, and 0.5 us a
@@ -203,10 +203,10 @@ def why_not_plain(*asked: Asked) -> Refusal | None:
             return transient(f"{_subject(name)} {answer.text}")
         functions, skips_its_call, row, added = answer
         attributes = module.__dict__
-        for function in functions:
-            if function in attributes and not _is_generated(module, function):
+        for looked_up in (*functions, *module._modules):
+            if looked_up in attributes and not _is_generated(module, looked_up):
                 return permanent(
-                    f"{_subject(name)} has a {function} set on it, which would be skipped"
+                    f"{_subject(name)} has a {looked_up} set on it, which would be skipped"
                 )
         for function in added:
             if function in attributes or function in module._modules:
