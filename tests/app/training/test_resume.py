@@ -171,7 +171,11 @@ def test_a_continued_run_keeps_the_best_weights_that_it_does_not_beat(trainer):
         ("dates", STOP_AFTER, "data.valid=None, and are .*data.valid=.'2020-01', '2020-02'."),
         ("dates", None, "data.valid=None, and are .*data.valid=.'2020-01', '2020-02'."),
         ("file", STOP_AFTER, "number=3, .*, and are number=4, "),
-        ("dates, 0.5.0", STOP_AFTER, "data.valid=None, and are .*data.valid=.'2020-01', '2020-02'."),
+        (
+            "dates, 0.5.0",
+            STOP_AFTER,
+            "data.valid=None, and are .*data.valid=.'2020-01', '2020-02'.",
+        ),
     ],
 )
 def test_with_other_validation_samples_the_best_weights_are_chosen_again(

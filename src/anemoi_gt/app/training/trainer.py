@@ -203,9 +203,7 @@ class Trainer:
         # checkpoints of 0.5.0 and before have the option only
         former = state.get("valid") or valid | {"data.valid": _option(state["config"])}
         if former != valid:
-            reason = (
-                f"the validation samples were {_as_text(former)}, and are {_as_text(valid)}"
-            )
+            reason = f"the validation samples were {_as_text(former)}, and are {_as_text(valid)}"
         elif self._lacks_best and (is_missing or best_loss < self.best_loss):
             reason = f"{self.folder} has lost the best weights of the run"
         if reason is not None:
