@@ -15,9 +15,9 @@ def capture_in_place(function):
     function()
     outputs = function()
     static = written(outputs)
-    for tensor in static:
+    for tensor in static[: len(static) - len(outputs.attributes)]:  # which may be inputs
         if tensor is not None:
-            tensor.fill_(math.nan if tensor.is_floating_point() else 1)
+            tensor.fill_(math.nan)
 
     def replay():
         for tensor, new in zip(static, written(function()), strict=True):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_only
 
 from anemoi_gt.replay.rng import generator_states, set_generator_states
-from anemoi_gt.replay.slots import Path, paths_of, replaced_values, slot_at
+from anemoi_gt.replay.slots import Path, replaced_values, slot_at, values_of
 
 # passes, as PyTorch recommends: kernels are compiled, libraries allocate, ranks connect
 WARM_UP = 3
@@ -186,11 +186,7 @@ class CUDAGraphedStep:
                 and not value.requires_grad
             )
 
-        found = {}
-        for path in paths_of(self.module, is_attribute):
-            holder, key = slot_at(self.module, path)
-            found[path] = holder[key]
-        return found
+        return values_of(self.module, is_attribute)
 
     def _capture(self, batch: Any) -> CapturedPass:
         static = tree_map_only(Tensor, Tensor.clone, batch)
@@ -230,7 +226,13 @@ class CUDAGraphedStep:
                 f"while capturing the step in a CUDA graph; {self.remedy} to run without"
             )
             raise
-        written = {path for path, held in attributes.items() if is_written(path, held)}
+        present = self._attributes()
+        # a batch norm writes without a new version
+        written = {
+            path
+            for path, held in attributes.items()
+            if is_written(path, held) or not torch.equal(_bits(held), _bits(present[path]))
+        }
         self.changed = before.put_back()
         others = [
             name
@@ -240,7 +242,7 @@ class CUDAGraphedStep:
         # values from before the first pass, which could be put back, do not exist
         others += [
             ".".join(str(key) for key in path if key != "_modules")
-            for path, held in self._attributes().items()
+            for path, held in present.items()
             if path not in attributes and is_written(path, held)
         ]
         if others:  # a replay would read the former ones, in memory that may be free

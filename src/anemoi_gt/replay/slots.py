@@ -11,11 +11,12 @@ Slot = tuple[dict, Any]  # a dictionary, such as `vars` of a module, and a key
 _NOTHING = object()
 
 
-def paths_of(module: nn.Module, accepts: Callable[[str, Any], bool]) -> Iterator[Path]:
-    """Yield the paths to values in a module, its children, dictionaries and Anemoi objects.
+def values_of(module: nn.Module, accepts: Callable[[str, Any], bool]) -> dict[Path, Any]:
+    """Return values in a module, its children, dictionaries and Anemoi objects, by path.
 
     `accepts` gets the name of an attribute and its value, or a value in its dictionaries.
     """
+    values = {}
     seen = set()
     left: list[tuple[Path, str, dict]] = [((), "", vars(module))]
     while left:
@@ -26,13 +27,14 @@ def paths_of(module: nn.Module, accepts: Callable[[str, Any], bool]) -> Iterator
         for key, value in holder.items():
             name = outer or str(key)
             if accepts(name, value):
-                yield (*path, key)
+                values[*path, key] = value
             elif isinstance(value, dict):
                 left.append(((*path, key), name, value))
             elif hasattr(value, "__dict__") and (
                 isinstance(value, nn.Module) or type(value).__module__.startswith("anemoi.")
             ):
                 left.append(((*path, key), "", vars(value)))
+    return values
 
 
 def slot_at(module: nn.Module, path: Path) -> Slot:

@@ -215,12 +215,14 @@ class Tally(nn.Module):
         self.calls = torch.zeros((), dtype=torch.int64)
         self.norms = {"mean": torch.zeros(3), "sums": {"x": torch.zeros(3)}}
         self.last = torch.zeros(2, 3)
+        self.mean, self.variance = torch.zeros(3), torch.ones(3)
         self.cached = self.constant = None
 
     def forward(self, x):
         if self.constant is None:
             self.constant = torch.linspace(1.0, 2.0, 3)
         self.calls += 1
+        x = nn.functional.batch_norm(x, self.mean, self.variance, training=True)
         self.norms["sums"]["x"].add_(x.detach().sum(0))
         self.norms["mean"] = 0.9 * self.norms["mean"] + x.detach().mean(0)
         self.last = self.cached = x.detach().clone()

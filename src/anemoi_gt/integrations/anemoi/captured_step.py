@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from anemoi_gt.replay.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph
-from anemoi_gt.replay.slots import Slot, paths_of, replaced_values, slot_at
+from anemoi_gt.replay.slots import Slot, replaced_values, slot_at, values_of
 
 
 def capture_step(
@@ -110,5 +110,8 @@ def indices_on_device(module: nn.Module, device: torch.device) -> list[tuple[Slo
         is_index = is_host_tensor and value.dtype in (torch.int32, torch.int64) and value.dim() > 0
         return is_index and name not in ("_buffers", "_parameters")
 
-    holders = [slot_at(module, path) for path in paths_of(module, is_index)]
-    return [((holder, key), torch.as_tensor(holder[key], device=device)) for holder, key in holders]
+    indices = values_of(module, is_index)
+    return [
+        (slot_at(module, path), torch.as_tensor(index, device=device))
+        for path, index in indices.items()
+    ]
