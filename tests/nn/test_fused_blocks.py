@@ -157,6 +157,12 @@ def test_attributes_of_another_shape_are_refused_as_by_the_attention(kind, batch
         block(x[0] if kind == "processor" else x, graph, torch.ones(EDGES, 3, dtype=torch.int64))
 
 
+def test_weights_on_another_device_are_refused():
+    block, x, graph, attributes = make("processor", ())
+    with autocast(), pytest.raises(ValueError, match="edge_weight must be on the device of the"):
+        block.to("meta")(x[0], graph, attributes)
+
+
 class OwnBlock(GraphTransformerProcessorBlock):
     """A user-defined block."""
 

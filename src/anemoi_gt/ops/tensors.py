@@ -423,8 +423,9 @@ def check_attention(
     t: AttentionTensors[Tensor], graph: GraphStructure, options: AttentionOptions
 ) -> None:
     """Raise ValueError unless rows, parameters and structure of an attention fit together."""
-    device, edge_attr = graph.device, t.edge_attr
-    for name, operand in (("x_dst", t.x_dst), ("edge_attr", edge_attr)):
+    device = graph.device
+    checked = (("x_dst", t.x_dst), ("edge_attr", t.edge_attr), ("edge_weight", t.edge.weight))
+    for name, operand in checked:
         if not operand.is_floating_point() or operand.device != device:
             _refuse_tensor(name, operand, device)
     x_src = _check_ends(t, graph, options.batch)
@@ -433,7 +434,7 @@ def check_attention(
         if rows.shape[1] != features:
             raise ValueError(f"{name} must have {features} features, got {tuple(rows.shape)}")
     batch = () if options.batch == 1 else (options.batch,)
-    _check_edges(batch, options.heads, width // options.heads, graph, edge_attr, *t.edge)
+    _check_edges(batch, options.heads, width // options.heads, graph, t.edge_attr, *t.edge)
 
 
 def check_interaction(
