@@ -30,7 +30,7 @@ def capture_in_place(function):
 def written(outputs):
     """Return the outputs of a pass, None where a parameter has no gradient, or an attribute no tensor."""
     results = [leaf for leaf in tree_leaves(outputs.result) if isinstance(leaf, Tensor)]
-    left = [value if isinstance(value, Tensor) else None for value in outputs.attributes]
+    left = [value if isinstance(value, Tensor) else None for value in outputs.attributes.values()]
     return [*results, *outputs.gradients, *left]
 
 

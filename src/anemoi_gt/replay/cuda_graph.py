@@ -14,7 +14,7 @@ means of a batch norm, are put back before the first replay.
 """
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_only
 
 from anemoi_gt.replay.rng import generator_states, set_generator_states
-from anemoi_gt.replay.slots import Path, replaced_values, slot_at, values_of
+from anemoi_gt.replay.slots import Path, replaced_values, slot_at, value_at, values_of
 
 # passes, as PyTorch recommends: kernels are compiled, libraries allocate, ranks connect
 WARM_UP = 3
@@ -36,7 +36,7 @@ class Outputs(NamedTuple):
 
     result: Any  # the function's result, tensors in any nesting
     gradients: list[Tensor | None]  # one per parameter, None without a gradient
-    attributes: list[Any]  # what the pass leaves in the module's attributes
+    attributes: dict[Path, Any]  # what the pass leaves there
 
 
 class CapturedPass(NamedTuple):
@@ -124,8 +124,7 @@ class CUDAGraphedStep:
                 f"replayed from a CUDA graph, got {_described(batch)}: {self.remedy} for batches "
                 "that differ"
             )
-        attributes = [slot_at(self.module, path) for path in captured.attributes]
-        values = [*tree_leaves(batch), *(holder[key] for holder, key in attributes)]
+        values = [*tree_leaves(batch), *self._values(captured.attributes)]
         static = [*tree_leaves(captured.batch), *captured.attributes.values()]
         with torch.no_grad():
             for tensor, value in zip(static, values, strict=True):
@@ -133,9 +132,9 @@ class CUDAGraphedStep:
                     tensor.copy_(value)
         captured.replay()
         result, gradients, left = captured.outputs
-        for (path, tensor), (holder, key), value in zip(
-            captured.attributes.items(), attributes, left, strict=True
-        ):
+        for path, tensor in captured.attributes.items():
+            holder, key = slot_at(self.module, path)
+            value = left[path]
             if value is not tensor:
                 holder[key] = value.clone() if isinstance(value, Tensor) else value
             elif path in captured.written:
@@ -162,14 +161,13 @@ class CUDAGraphedStep:
 
     def _is_current(self, captured: CapturedPass) -> bool:
         """Return whether a captured pass reads the tensors that the module has now."""
-        if captured.memory != _memory(self.module):
-            return False
-        try:
-            slots = [slot_at(self.module, path) for path in captured.attributes]
-            values = [holder[key] for holder, key in slots]
-        except (KeyError, TypeError):  # an attribute, or a module that had it, is gone
-            return False
-        return all(map(_is_alike, values, captured.attributes.values()))
+        values = self._values(captured.attributes)
+        return captured.memory == _memory(self.module) and all(
+            map(_is_alike, values, captured.attributes.values())
+        )
+
+    def _values(self, paths: Iterable[Path]) -> list[Any]:
+        return [value_at(self.module, path) for path in paths]
 
     def _attributes(self) -> dict[Path, Tensor]:
         """Return the tensors on the device that attributes hold, without parameters and buffers.
@@ -206,13 +204,8 @@ class CUDAGraphedStep:
                 for path, held in self._attributes().items():
                     versions[path] = held, held._version
                 result, gradients = self._outputs(static)
-                left = [holder.get(key) for holder, key in slots]
-            # detached, because a graph of autograd would keep what it saved
-            detached = [
-                value.detach() if isinstance(value, Tensor) and value.requires_grad else value
-                for value in left
-            ]
-            return Outputs(result, gradients, detached)
+                left = map(_detached, self._values(attributes))
+                return Outputs(result, gradients, dict(zip(attributes, left, strict=True)))
 
         def is_written(path: Path, held: Tensor) -> bool:
             former, version = versions.get(path, (None, 0))
@@ -227,10 +220,14 @@ class CUDAGraphedStep:
             )
             raise
         present = self._attributes()
+        # without those of a dictionary that the pass replaces by one with others
+        kept = {
+            path: held for path, held in attributes.items() if _is_alike(present.get(path), held)
+        }
         # a batch norm writes without a new version
         written = {
             path
-            for path, held in attributes.items()
+            for path, held in kept.items()
             if is_written(path, held) or not torch.equal(_bits(held), _bits(present[path]))
         }
         self.changed = before.put_back()
@@ -252,7 +249,7 @@ class CUDAGraphedStep:
                 f"write into them, or {self.remedy}"
             )
         memory = _memory(self.module)
-        return CapturedPass(static, attributes, outputs, written, replay, memory)
+        return CapturedPass(static, kept, outputs, written, replay, memory)
 
     def _outputs(self, batch: Any) -> tuple[Any, list[Tensor | None]]:
         """Run the pass and take its gradients; parameters have none yet, so none accumulate."""
@@ -324,6 +321,11 @@ def _memory(module: nn.Module) -> list[tuple[int, int, bool]]:
         tensors += part._buffers.values()
         modules += [child for child in part._modules.values() if child is not None]
     return [(id(t), _address(t), t.requires_grad) for t in tensors if t is not None]
+
+
+def _detached(value: Any) -> Any:
+    """Return a value without its graph of autograd, which would keep what it saved."""
+    return value.detach() if isinstance(value, Tensor) and value.requires_grad else value
 
 
 def _is_alike(value: Any, tensor: Tensor) -> bool:

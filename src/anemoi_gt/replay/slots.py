@@ -38,12 +38,21 @@ def values_of(module: nn.Module, accepts: Callable[[str, Any], bool]) -> dict[Pa
 
 
 def slot_at(module: nn.Module, path: Path) -> Slot:
-    """Return the slot at a path. Raises KeyError or TypeError if the path leads nowhere."""
+    """Return the slot at a path, whose dictionary must be there."""
     holder = vars(module)
     for key in path[:-1]:
         value = holder[key]
         holder = value if isinstance(value, dict) else vars(value)
     return holder, path[-1]
+
+
+def value_at(module: nn.Module, path: Path) -> Any:
+    """Return the value at a path, None if there is none."""
+    try:
+        holder, key = slot_at(module, path)
+    except (KeyError, TypeError):  # a dictionary, or a module, is gone
+        return None
+    return holder.get(key)
 
 
 @contextmanager
