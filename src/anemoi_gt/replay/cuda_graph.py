@@ -161,10 +161,8 @@ class CUDAGraphedStep:
 
     def _is_current(self, captured: CapturedPass) -> bool:
         """Return whether a captured pass reads the tensors that the module has now."""
-        values = self._values(captured.attributes)
-        return captured.memory == _memory(self.module) and all(
-            map(_is_alike, values, captured.attributes.values())
-        )
+        held, values = [*captured.attributes.values()], self._values(captured.attributes)
+        return captured.memory == _memory(self.module) and _kind(values) == _kind(held)
 
     def _values(self, paths: Iterable[Path]) -> list[Any]:
         return [value_at(self.module, path) for path in paths]
@@ -222,7 +220,9 @@ class CUDAGraphedStep:
         present = self._attributes()
         # without those of a dictionary that the pass replaces by one with others
         kept = {
-            path: held for path, held in attributes.items() if _is_alike(present.get(path), held)
+            path: held
+            for path, held in attributes.items()
+            if _kind(present.get(path)) == _kind(held)
         }
         # a batch norm writes without a new version
         written = {
@@ -326,15 +326,6 @@ def _memory(module: nn.Module) -> list[tuple[int, int, bool]]:
 def _detached(value: Any) -> Any:
     """Return a value without its graph of autograd, which would keep what it saved."""
     return value.detach() if isinstance(value, Tensor) and value.requires_grad else value
-
-
-def _is_alike(value: Any, tensor: Tensor) -> bool:
-    """Return whether a value is a tensor of the shape, dtype and device of another."""
-    return isinstance(value, Tensor) and (value.shape, value.dtype, value.device) == (
-        tensor.shape,
-        tensor.dtype,
-        tensor.device,
-    )
 
 
 def _address(tensor: Tensor) -> int:
