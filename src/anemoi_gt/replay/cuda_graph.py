@@ -218,7 +218,7 @@ class CUDAGraphedStep:
             )
             raise
         present = self._attributes()
-        # without those of a dictionary that the pass replaces by one with others
+        # the pass may replace a dictionary by one with other keys
         kept = {
             path: held
             for path, held in attributes.items()
