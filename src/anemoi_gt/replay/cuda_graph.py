@@ -161,8 +161,9 @@ class CUDAGraphedStep:
 
     def _is_current(self, captured: CapturedPass) -> bool:
         """Return whether a captured pass reads the tensors that the module has now."""
-        held, values = [*captured.attributes.values()], self._values(captured.attributes)
-        return captured.memory == _memory(self.module) and _kind(values) == _kind(held)
+        values = self._values(captured.attributes)
+        static = [*captured.attributes.values()]
+        return captured.memory == _memory(self.module) and _kind(values) == _kind(static)
 
     def _values(self, paths: Iterable[Path]) -> list[Any]:
         return [value_at(self.module, path) for path in paths]

@@ -173,7 +173,7 @@ class Trainer:
             "generators": generator_states(self.device),
             "config": self.description,
             "schema": self.schema.to_dict(),
-            "valid": self.valid | {"data.valid": _option(self.description)},
+            "valid": self.valid | {"data.valid": _valid_option(self.description)},
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -199,9 +199,10 @@ class Trainer:
         self._lacks_best = self.best_loss != best_loss
         # A run that has only validated once may have ended before it wrote its first best.pt.
         is_missing = best_loss == math.inf and self.step.global_step > self.config.valid_every
-        reason, valid = None, own["valid"]
+        reason = None
+        valid = own["valid"]
         # checkpoints of 0.5.0 and before have the option only
-        former = state.get("valid") or valid | {"data.valid": _option(state["config"])}
+        former = state.get("valid") or valid | {"data.valid": _valid_option(state["config"])}
         if former != valid:
             reason = f"the validation samples were {_as_text(former)}, and are {_as_text(valid)}"
         elif self._lacks_best and (is_missing or best_loss < self.best_loss):
@@ -285,7 +286,7 @@ def describe_samples(samples: ForecastDataset) -> dict:
     return {"number": len(samples), "starts": dates}
 
 
-def _option(config: dict) -> object:
+def _valid_option(config: dict) -> object:
     """Return `data.valid` of a config, None if it names none."""
     return config.get("data", {}).get("valid")
 
