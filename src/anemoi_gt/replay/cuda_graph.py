@@ -99,7 +99,7 @@ class CUDAGraphedStep:
         """Set the parameters' gradients for a batch, replacing old ones; return the result.
 
         Raises ValueError for a batch of other shapes or dtypes than the first, and at capture for
-        parameters and buffers that a pass creates or replaces.
+        parameters and buffers that a pass creates or replaces, and other state that it creates.
         """
         result, gradients = self.replay(batch)
         self._assign(gradients)
@@ -124,7 +124,7 @@ class CUDAGraphedStep:
                 f"replayed from a CUDA graph, got {_described(batch)}: {self.remedy} for batches "
                 "that differ"
             )
-        values = [*tree_leaves(batch), *self._values(captured.attributes)]
+        values = [*tree_leaves(batch), *self._values_at(captured.attributes)]
         static = [*tree_leaves(captured.batch), *captured.attributes.values()]
         with torch.no_grad():
             for tensor, value in zip(static, values, strict=True):
@@ -161,11 +161,11 @@ class CUDAGraphedStep:
 
     def _is_current(self, captured: CapturedPass) -> bool:
         """Return whether a captured pass reads the tensors that the module has now."""
-        values = self._values(captured.attributes)
+        values = self._values_at(captured.attributes)
         static = [*captured.attributes.values()]
         return captured.memory == _memory(self.module) and _kind(values) == _kind(static)
 
-    def _values(self, paths: Iterable[Path]) -> list[Any]:
+    def _values_at(self, paths: Iterable[Path]) -> list[Any]:
         return [value_at(self.module, path) for path in paths]
 
     def _attributes(self) -> dict[Path, Tensor]:
@@ -203,7 +203,7 @@ class CUDAGraphedStep:
                 for path, held in self._attributes().items():
                     versions[path] = held, held._version
                 result, gradients = self._outputs(static)
-                left = map(_detached, self._values(attributes))
+                left = map(_detached, self._values_at(attributes))
                 return Outputs(result, gradients, dict(zip(attributes, left, strict=True)))
 
         def is_written(path: Path, held: Tensor) -> bool:
@@ -219,7 +219,7 @@ class CUDAGraphedStep:
             )
             raise
         present = self._attributes()
-        # the pass may replace a dictionary by one with other keys
+        # a pass may replace a dictionary with one that has other keys
         kept = {
             path: held
             for path, held in attributes.items()

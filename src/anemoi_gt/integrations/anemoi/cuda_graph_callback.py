@@ -158,6 +158,7 @@ class CUDAGraphCallback(Callback):
         # False inside DDP's no_sync, which accumulates gradients (torch 2.13)
         if trainer.world_size > 1 and trainer.strategy.model.require_backward_grad_sync:
             trained = [weight for weight in module.parameters() if weight.requires_grad]
+            # names take several times as long, and are needed for the message only
             if any(weight.grad is None for weight in trained):
                 check_processes(_without_gradient(module), self.remedy)
             average_gradients(trained, trainer.strategy.model.process_group)
